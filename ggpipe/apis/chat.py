@@ -31,6 +31,7 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     """How much the model should reason. Ignored by templates that lack it."""
+    add_generation_prompt: bool = True
 
     @property
     def prompts(self) -> Sequence[Conversation]:
@@ -47,7 +48,12 @@ class ChatBody(GenerationBody, kw_only=True):
         if isinstance(wanted, dict) and "name" in wanted:
             wanted = {"type": "function", "function": wanted}
         tools, choice = tool_choice(self.tools or functions, wanted, self.parallel_tool_calls)
-        return [Conversation(messages=messages, tools=tools, choice=choice, further=further)]
+        return [
+            Conversation(
+                messages=messages, tools=tools, choice=choice, further=further,
+                add_generation_prompt=self.add_generation_prompt,
+            )
+        ]  # fmt: skip
 
 
 def _message(message: dict[str, Any], at: str) -> dict[str, Any]:

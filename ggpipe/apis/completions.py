@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from ggpipe.apis.bodies import MOST_CHOICES, BodyPrompt, GenerationBody, TokenId
 from ggpipe.apis.replies import ChoiceWriter, text_logprobs
+from ggpipe.apis.writer import ApiEvent, Output, WrittenOutput
 from ggpipe.core.request import Token
 from ggpipe.errors import BodyError
 from ggpipe.text.chat.answer import WholeAnswer
@@ -29,18 +30,18 @@ PromptField = str | PromptObject | list[TokenId | str | list[TokenId | str] | Pr
 """One prompt, or several if it is a list without token ids on its first level."""
 
 
-def prompts_of(given: PromptField) -> Sequence[BodyPrompt]:
-    """The prompts of a body. Raises BodyError."""
+def prompts_of(given: PromptField, name: str = "prompt", most: int = MOST_CHOICES) -> Sequence[BodyPrompt]:
+    """The prompts of a body, at most `most`. `name`: of the field. Raises BodyError."""
     if not isinstance(given, list):
         return [_prompt(given)]
     if not given or any(isinstance(part, int) for part in given):
         parts = [part for part in given if isinstance(part, int | str)]
         if len(parts) == len(given):
             return [parts]
-    elif len(given) <= MOST_CHOICES:
+    elif len(given) <= most:
         return [_prompt(one) for one in given if not isinstance(one, int)]
     raise BodyError(
-        f"`prompt` must be a string, a list of tokens and strings, or at most {MOST_CHOICES} of these", "prompt"
+        f"`{name}` must be a string, a list of tokens and strings, or at most {most} of these", name
     )  # fmt: skip
 
 
@@ -53,6 +54,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: PromptField
     echo: bool | None = None
+    """Return the prompt before the output."""
     suffix: str | None = None
     best_of: int | None = None
 
@@ -61,11 +63,18 @@ class CompletionBody(GenerationBody, kw_only=True):
         return prompts_of(self.prompt)
 
     def __post_init__(self) -> None:
-        for name, wanted in (
-            ("echo", self.echo), ("suffix", self.suffix), ("best_of", self.best_of not in (None, self.n_choices)),
-        ):  # fmt: skip
+        for name, wanted in (("suffix", self.suffix), ("best_of", self.best_of not in (None, self.n_choices))):
             if wanted:
                 raise BodyError(f"`{name}` is not supported: leave it out", name)
+        if self.echo and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise BodyError("`echo` needs prompts that are strings", "echo")
+        if self.echo and self.logprobs not in (None, False):
+            raise BodyError("`echo` and `logprobs` cannot be combined: prompts have no log-probabilities", "echo")
+
+    def echoed(self, prompt: int) -> str:
+        """What comes before the outputs of this prompt."""
+        found = self.prompts[prompt] if self.echo else ""
+        return found if isinstance(found, str) else ""
 
 
 class CompletionWriter(ChoiceWriter):
@@ -76,8 +85,20 @@ class CompletionWriter(ChoiceWriter):
 
     def __init__(self, body: GenerationBody, model: str, **further: Any) -> None:
         super().__init__(body, model, **further)
+        self._echoed = body.echoed if isinstance(body, CompletionBody) else lambda _: ""
         self._n_chars: dict[int, int] = {}
         """Characters of each output's tokens whose log-probabilities were returned."""
+
+    def begin(self, output: Output) -> Iterator[ApiEvent]:
+        yield from super().begin(output)
+        if text := self._echoed(output.prompt):
+            yield from self.add(output, [Text(text)], ())
+
+    def whole(self, outputs: Sequence[WrittenOutput], stop_strings: Sequence[str] = ()) -> dict[str, Any]:
+        found = super().whole(outputs, stop_strings)
+        for output, choice in zip(outputs, found["choices"], strict=True):
+            choice["text"] = self._echoed(output.prompt) + choice["text"]
+        return found
 
     def _part(self, one: AnswerEvent) -> dict[str, Any] | None:
         return {"text": one.text} if isinstance(one, Text) else None

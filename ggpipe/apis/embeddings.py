@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ggpipe.apis.bodies import TokenId
+from ggpipe.apis.bodies import BodyPrompt
+from ggpipe.apis.completions import PromptField, prompts_of
 from ggpipe.config.embeddings import MOST_NORM
 from ggpipe.errors import BodyError
 from ggpipe.text.embeddings import Vector
@@ -20,28 +21,23 @@ MOST_TEXTS = 2048
 class EmbeddingBody(msgspec.Struct, kw_only=True):
     """Body of `/v1/embeddings` and `/embeddings`. `content` is llama-server's name for `input`."""
 
-    input: str | list[TokenId | str | list[TokenId]] | None = None
-    content: str | list[TokenId | str | list[TokenId]] | None = None
+    input: PromptField | None = None
+    content: PromptField | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     embd_normalize: Annotated[int, msgspec.Meta(ge=-1, le=MOST_NORM)] | None = None
     """Norm, as in `normalized`; None: the server's default."""
 
     @property
-    def prompts(self) -> Sequence[str | list[TokenId]]:
+    def prompts(self) -> Sequence[BodyPrompt]:
         """The prompts, each of which gets its own embedding. Raises BodyError."""
         name, given = ("content", self.content) if self.input is None else ("input", self.input)
         if given is None:
             raise BodyError("`input` is missing", "input")
-        if isinstance(given, str):
-            return [given]
-        tokens = [one for one in given if isinstance(one, int)]
-        texts = [one for one in given if not isinstance(one, int)]
-        if (tokens and texts) or len(texts) > MOST_TEXTS:
-            raise BodyError(f"`{name}` must be a string, a list of tokens, or at most {MOST_TEXTS} of these", name)
-        if not given or any(text == [] for text in texts):
+        found = prompts_of(given, name, MOST_TEXTS)
+        if any(prompt == [] for prompt in found):
             raise BodyError(f"`{name}` is empty: give at least one token", name)
-        return texts or [tokens]
+        return found
 
     def check(self, width: int) -> None:
         """Raises BodyError unless vectors of this many numbers are what was asked for."""

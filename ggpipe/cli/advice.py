@@ -11,7 +11,14 @@ from ggpipe.options.option import Command, Option
 
 NEEDLESS = {
     "-no-cnv": 0, "--no-conversation": 0, "--jinja": 0, "--no-context-shift": 0, "--no-warmup": 0, "--embedding": 0,
-    "--embeddings": 0, "--threads-http": 1,
+    "--embeddings": 0, "--threads-http": 1, "-cb": 0, "--cont-batching": 0, "-nocb": 0, "--no-cont-batching": 0,
+    "-kvu": 0, "--kv-unified": 0, "-no-kvu": 0, "--no-kv-unified": 0, "-cram": 1, "--cache-ram": 1, "--cache-reuse": 1,
+    "--cache-idle-slots": 0, "--no-cache-idle-slots": 0, "--swa-full": 0, "-ctxcp": 1, "--ctx-checkpoints": 1,
+    "--swa-checkpoints": 1, "-sps": 1, "--slot-prompt-similarity": 1, "--props": 0, "--log-prefix": 0,
+    "--no-log-prefix": 0, "--log-timestamps": 0, "--no-log-timestamps": 0, "--log-colors": 1, "--perf": 0,
+    "--no-perf": 0, "--repack": 0, "-nr": 0, "--no-repack": 0, "--no-mmproj": 0, "--no-mmproj-auto": 0,
+    "--mmproj-auto": 0, "--prefill-assistant": 0, "--no-skip-chat-parsing": 0, "--prio-batch": 1, "--reuse-port": 0,
+    "--models-autoload": 0, "--no-models-autoload": 0,
 }  # fmt: skip
 """llama.cpp's flags that change nothing here, with the number of their values. They are accepted."""
 
@@ -44,6 +51,24 @@ REASONS: Mapping[str | Wording, tuple[str, ...]] = {
         "-C", "--cpu-mask", "-Cr", "--cpu-range", "--cpu-strict", "--prio", "--poll", "-Cb", "-Crb",
     ),
     "ggpipe always reads chat templates as Jinja": ("--no-jinja",),
+    "ggpipe returns no special tokens": ("-sp", "--special"),
+    "pass it as a variable of the template: --chat-template-kwargs '{\"reasoning_effort\": \"high\"}'": (
+        "--reasoning-effort",
+    ),
+    "ggpipe serves one model: start a process for each": (
+        "--models-dir", "--models-max", "--models-preset", "--sleep-idle-seconds",
+    ),
+    "ggpipe does not support control vectors": (
+        "--control-vector", "--control-vector-scaled", "--control-vector-layer-range",
+    ),
+    "ggpipe does not rank documents": ("--rerank", "--reranking"),
+    Wording("ggpipe does not stretch contexts in this way: use ", Setting("rope_scaling")): (
+        "-gan", "--grp-attn-n", "-gaw", "--grp-attn-w",
+    ),
+    "ggpipe runs no tools: clients run those that the model calls": (
+        "--tools", "--tools-runtime", "--mcp-servers-config", "--mcp-servers-json", "--ui-mcp-proxy",
+    ),
+    "answers always begin where a last message of the assistant ends": ("--no-prefill-assistant",),
 }  # fmt: skip
 """Why ggpipe lacks some of llama.cpp's flags, and what to do instead."""
 

@@ -40,6 +40,8 @@ class Conversation:
     """In the Jinja language; None: the model's own, or ChatML where it has none."""
     further: Mapping[str, Any] = field(default_factory=dict)
     """Further names for the template, such as `enable_thinking`."""
+    add_generation_prompt: bool = True
+    """Whether what prompts the model to answer comes after the messages."""
 
     def check(self) -> None:
         """Raises UsageError for messages that no template can read."""

@@ -399,4 +399,5 @@ class EngineCore:
             active.sampler.close()
         self._active.clear()
         self._grammars.close()
+        self.prompts.close()
         self._head.close()

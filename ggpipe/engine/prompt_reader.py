@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import Conversation, RequestPrompt
-from ggpipe.errors import UsageError
+from ggpipe.errors import RunError, UsageError
+from ggpipe.llama import built_in_templates
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.chat.answer import AnswerFormat, answer_format
+from ggpipe.text.chat.built_in import BUILT_IN_TEMPLATES
 from ggpipe.text.chat.conversation import CHATML, ChatPrompt
-from ggpipe.text.chat.template import ChatTemplate
+from ggpipe.text.chat.template_process import TemplateProcess
 from ggpipe.text.chat.tools.grammar import grammar_of_calls
+from ggpipe.text.chat.transcript import text_of
 from ggpipe.text.grammar.lark import Marks
-
-_MOST_TEMPLATES = 4  # compiled ones, which take up to a tenth of a second to make: all requests wait meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,7 @@ class PromptReader:
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
-        self._templates: dict[str, ChatTemplate] = {}
-        """By source: a model may have one for tools beside the usual one."""
+        self._templates = TemplateProcess(vocab.bos_text, vocab.eos_text, vocab.special_texts)
         self._last: tuple[RequestPrompt, tuple[int, ...] | ChatPrompt] | None = None
 
     def read(self, prompt: RequestPrompt, sampling: SamplingConfig) -> ReadPrompt:
@@ -43,6 +44,9 @@ class PromptReader:
 
         Raises UsageError for what is no token of the model, and where a template does not take a conversation.
         """
+        if isinstance(prompt, Conversation) and (sampling.grammar or sampling.json_schema):
+            # a grammar holds from the first token on: there is no room for reasoning, where a template has a choice
+            prompt = replace(prompt, further={"enable_thinking": False, **prompt.further})
         if self._last is None or self._last[0] != prompt:
             self._last = prompt, self._read(prompt)
         match self._last[1]:
@@ -95,12 +99,12 @@ class PromptReader:
         conversation.check()
         vocab, tools = self._vocab, conversation.tools
         source = conversation.template or (vocab.template("tool_use") if tools else None) or vocab.template() or CHATML
-        template = self._compiled(source)
         own = conversation.begun
         messages = conversation.messages if own is None else conversation.messages[:-1]
-        text, begun = template.conversation(messages, tools, **conversation.further)
+        asks = conversation.add_generation_prompt or own is not None
+        text, begun = self._rendered(source, messages, tools, asks, conversation.further)
         answer, choice = answer_format(source, begun, vocab.special_tokens, tools), conversation.choice
-        pieces = [*template.pieces(text)]
+        pieces = [*self._templates.pieces(text)]
         if own is not None:
             behind, reasoning = answer.reasoning.begun(own.get("reasoning_content") or "", own.get("content") or "")
             pieces, answer = [*pieces, *behind], replace(answer, reasoning=reasoning)
@@ -109,11 +113,23 @@ class PromptReader:
         written = "".join(piece for piece, _ in pieces)
         return ChatPrompt(vocab.tokenize_pieces(pieces), answer, written, grammar, choice.must_call)
 
-    def _compiled(self, source: str) -> ChatTemplate:
-        if source not in self._templates:
-            vocab = self._vocab
-            template = ChatTemplate(source, vocab.bos_text, vocab.eos_text, vocab.special_texts)
-            if len(self._templates) == _MOST_TEMPLATES:
-                del self._templates[next(iter(self._templates))]
-            self._templates[source] = template
-        return self._templates[source]
+    def _rendered(
+        self,
+        source: str,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        asks: bool,
+        further: Mapping[str, Any],
+    ) -> tuple[str, str]:
+        if source in BUILT_IN_TEMPLATES:
+            written = [(message["role"], text_of(message)) for message in self._templates.in_words(messages, tools)]
+            text = built_in_templates.apply(source, written, asks)
+            return text, text.removeprefix(built_in_templates.apply(source, written, False)) if asks else ""
+        try:
+            return self._templates.conversation(source, messages, tools, asks, further)
+        except OSError as e:
+            raise RunError(f"the process that applies chat templates cannot be started: {e}") from e
+
+    def close(self) -> None:
+        """End the process that applies templates. A second call does nothing."""
+        self._templates.close()

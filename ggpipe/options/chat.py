@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ggpipe.core.prompt import Conversation
 from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.text_file import read_text
+from ggpipe.text.chat.built_in import BUILT_IN_TEMPLATES
 from ggpipe.text.chat.conversation import CHATML
 from ggpipe.text.chat.tools.choice import tool_choice
+
+ReasoningSwitch = Literal["on", "off", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,8 @@ class ChatSettings:
     template_file: Path | None = None
     template_kwargs: dict[str, Any] | None = None
     """Additional variables for the template."""
+    reasoning: ReasoningSwitch = "auto"
+    """Whether the model reasons before it answers: what templates call `enable_thinking`."""
 
     def __post_init__(self) -> None:
         if self.single_turn:
@@ -34,6 +40,7 @@ class ChatSettings:
         for name, given in (
             ("system", self.system), ("chat_template", self.template), ("chat_template_file", self.template_file),
             ("chat_template_kwargs", self.template_kwargs),
+            ("reasoning", None if self.reasoning == "auto" else self.reasoning),
         ):  # fmt: skip
             if given is not None:
                 raise SettingError(name, "needs a user message as the prompt", Wording("add ", Setting("single_turn")))
@@ -63,7 +70,8 @@ class ChatSettings:
     def completed(self, conversation: Conversation) -> Conversation:
         """The conversation with the template, and with additional variables that it does not set itself. Raises
         SettingError, UsageError."""
-        further = {**(self.template_kwargs or {}), **conversation.further}
+        usual = {} if self.reasoning == "auto" else {"enable_thinking": self.reasoning == "on"}
+        further = {**usual, **(self.template_kwargs or {}), **conversation.further}
         return replace(conversation, template=self.source, further=further)
 
     @property
@@ -78,9 +86,12 @@ class ChatSettings:
             template = read_text("chat_template_file", self.template_file)
         if template == "chatml":
             return CHATML
-        if template is not None and "{%" not in template and "{{" not in template:
-            raise SettingError("chat_template", "must be chatml or a Jinja template")
-        return template
+        if template is None or template in BUILT_IN_TEMPLATES or "{%" in template or "{{" in template:
+            return template
+        similar = difflib.get_close_matches(template, BUILT_IN_TEMPLATES, 3) or ["chatml", "llama3"]
+        raise SettingError(
+            "chat_template", f"must be in Jinja, or a name that llama.cpp knows, such as {' or '.join(similar)}"
+        )
 
 
 def _utf8(text: str) -> str:

@@ -19,7 +19,7 @@ _ORIGIN = re.compile(r"\*|localhost|null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+", re.IG
 _PREFIX = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 ALL_ORIGINS, LOCAL_ORIGINS = "*", "localhost"
 LogFormat = Literal["text", "json"]
-ReasoningOutput = Literal["auto", "deepseek", "none"]
+ReasoningOutput = Literal["auto", "deepseek", "deepseek-legacy", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,9 @@ class ServerConfig:
     port: int = 8080
     """0: any free port."""
     alias: str | None = None
-    """Name of the model in the API. None: the name of its file."""
+    """Names of the model in the API, separated by commas. None: the name of its file."""
+    tags: str | None = None
+    """Words about the model, separated by commas, which the API returns."""
     api_key: str | None = None
     """API keys, separated by commas. Each request needs one of them."""
     api_key_file: Path | None = None
@@ -105,6 +107,11 @@ class ServerConfig:
             )
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """The model's names; empty: the name of its file."""
+        return words_of(self.alias)
+
+    @property
     def client_limit_s(self) -> float:
         """How long a client may read nothing of its reply, and how long a connection may be without a request."""
         return min(self.timeout_s, _CLIENT_LIMIT_S)
@@ -131,3 +138,8 @@ class ServerConfig:
         if not found and (self.api_key is not None or self.api_key_file is not None):
             raise SettingError("api_key" if self.api_key is not None else "api_key_file", "contains no key")
         return found
+
+
+def words_of(text: str | None) -> tuple[str, ...]:
+    """The words of a list with commas."""
+    return tuple(filter(None, map(str.strip, (text or "").split(","))))

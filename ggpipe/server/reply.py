@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from dataclasses import dataclass
 from typing import Any
 
+from ggpipe.api.feed import Feed
 from ggpipe.apis.writer import ApiEvent, OutputParser, Writer
 from ggpipe.core.request import Token
 from ggpipe.server.backend import Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
-from ggpipe.stats.records import RequestStats
 from ggpipe.text.chat.tools.events import AnswerEvent
 
 _AHEAD = 16
@@ -138,24 +138,30 @@ async def _follow(
 
 
 async def _prefill(generation: Generation) -> AsyncGenerator[Progress, None]:
-    """The progress of a prompt, until the first token or the end."""
-    began, n_shown = time.monotonic(), -1
-    first = asyncio.ensure_future(generation.feed.wait_async(0))
+    """The progress of a prompt, until the first token or the end. First what was found in the prefix cache, which is
+    certain when a run has ended; last the whole prompt."""
+    began, n_shown, feed = time.monotonic(), -1, generation.feed
+    first = asyncio.ensure_future(feed.wait_async(0))
     try:
         while True:
-            progress = _progress(generation.stats, time.monotonic() - began)
-            if progress["processed"] > n_shown:
+            if feed.stats.runs or feed.tokens:
+                progress = _progress(feed, time.monotonic() - began)
+                if n_shown < 0:
+                    yield {**progress, "processed": progress["cache"]}
+                if progress["processed"] > max(n_shown, progress["cache"]):
+                    yield progress
                 n_shown = progress["processed"]
-                yield progress
-            if (await asyncio.wait((first,), timeout=_POLL_S))[0]:
+            if first.done():
                 return
+            await asyncio.wait((first,), timeout=_POLL_S)
     finally:
         first.cancel()
 
 
-def _progress(stats: RequestStats, elapsed_s: float) -> Progress:
-    """For a request without tokens, whose runs are all of its prompt."""
-    n_cached, n_prompt = stats.counters.cached_tokens, stats.n_prompt
+def _progress(feed: Feed, elapsed_s: float) -> Progress:
+    """For a request whose runs are all of its prompt, unless it has tokens."""
+    stats, n_prompt = feed.stats, len(feed.prompt)
+    n_cached = stats.counters.cached_tokens
     n_rows = sum(record.n_rows for record in list(stats.runs) if not record.cancelled)
-    n_processed = min(n_cached + n_rows, n_prompt)
+    n_processed = n_prompt if feed.tokens else min(n_cached + n_rows, n_prompt)
     return {"total": n_prompt, "cache": n_cached, "processed": n_processed, "time_ms": round(elapsed_s * 1e3)}

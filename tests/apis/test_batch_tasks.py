@@ -157,7 +157,7 @@ def test_several_prompts_in_a_line(tmp_path: Path) -> None:
         ({"max_tokens": 1.5}, "`max_tokens`: expected `int | null`, got `float`"),
         ({"max_tokens": -3}, "`max_tokens`: expected `int` >= -1"),
         ({"n": 0}, "`n`: expected `int` >= 1"),
-        ({"echo": True}, "`echo` is not supported: leave it out"),
+        ({"suffix": "x"}, "`suffix` is not supported: leave it out"),
         ({"temperature": float("nan")}, "`temperature` must be a finite number, got nan"),
         ({"max_tokenz": 3}, "body.max_tokenz is not supported"),
         ({"prompt": None}, "`prompt`: expected `str | object | array`, got `null`"),

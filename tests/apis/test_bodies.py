@@ -9,6 +9,7 @@ import pytest
 from ggpipe.apis.chat import ChatBody
 from ggpipe.apis.completions import CompletionBody
 from ggpipe.apis.decode import convert, decode
+from ggpipe.apis.embeddings import EmbeddingBody
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import ToolChoice
 from ggpipe.errors import BodyError
@@ -153,3 +154,33 @@ def read(changes: dict[str, object]) -> None:
     body = completion(**changes)
     body.sampling(SamplingConfig())
     assert body.prompts
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a", ["a"]),
+        ([5, 6], [[5, 6]]),
+        (["a", [5, 6], {"prompt_string": "b"}, [7, "c"]], ["a", [5, 6], "b", [7, "c"]]),
+        ([5, "a", 6], [[5, "a", 6]]),
+        ({"prompt_string": "b"}, ["b"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["input", "content"])
+def test_forms_of_texts_to_embed(name: str, given: object, prompts: list[object]) -> None:
+    assert convert(EmbeddingBody, {name: given}).prompts == prompts
+
+
+@pytest.mark.parametrize("given", [[], [[]], ["a", []]])
+def test_nothing_to_embed(given: object) -> None:
+    with pytest.raises(BodyError, match="`input` is empty: give at least one token"):
+        assert convert(EmbeddingBody, {"input": given}).prompts
+
+
+def test_prompts_come_before_outputs_that_echo_them() -> None:
+    body = completion(prompt=["Once", "The king"], echo=True)
+    assert [body.echoed(i) for i in range(2)] == ["Once", "The king"]
+    assert completion().echoed(0) == ""
+    for wrong in ({"prompt": [5, 6]}, {"logprobs": 1}):
+        with pytest.raises(BodyError, match="`echo` "):
+            completion(echo=True, **wrong)

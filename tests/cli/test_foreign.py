@@ -3,10 +3,12 @@
 import re
 
 import pytest
+from support.command_lines import options
 
 from ggpipe.cli.advice import NEEDLESS, REASONS, check_foreign
 from ggpipe.cli.app import run
 from ggpipe.cli.command_line import HelpWanted, parse
+from ggpipe.config.context import ContextConfig
 from ggpipe.errors import UsageError
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.option import Command
@@ -22,6 +24,12 @@ from ggpipe.options.table import OPTIONS
         ("-cnv", "-cnv: omit this flag: `ggpipe chat` starts a conversation"),
         ("-mli", "-mli: omit this flag: `ggpipe chat`"),
         ("--no-jinja", "--no-jinja: ggpipe always reads chat templates as Jinja"),
+        ("--special", "--special: ggpipe returns no special tokens"),
+        ("--models-dir a", "--models-dir: ggpipe serves one model"),
+        (
+            "--reasoning-effort high",
+            "--reasoning-effort: pass it as a variable of the template: --chat-template-kwargs",
+        ),
         ("--keep 4", "--keep: .* raise -c/--ctx-size"),
         ("-xyz", "no such option: -xyz"),
         ("--nope", "no such option: --nope"),
@@ -30,6 +38,12 @@ from ggpipe.options.table import OPTIONS
 def test_refused(flags: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "-m", "x.gguf", "-p", "-ngl", *flags.split()]) == 2
     assert re.fullmatch(f"ggpipe: error: {why}.*\n", capsys.readouterr().err)
+
+
+def test_harmless_flags_are_taken() -> None:
+    for flag, n_values in NEEDLESS.items():
+        words = [flag, *["1"] * n_values, "-c", "77"]
+        assert options(["-m", "m", *words], "serve")[ContextConfig].n_ctx == 77, flag
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

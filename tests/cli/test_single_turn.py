@@ -99,8 +99,12 @@ def test_other_templates(chat: Path, tmp_path: Path) -> None:
 
 
 BAD = {
+    "--reasoning off": "-rea/--reasoning needs a user message as the prompt: add -st/--single-turn",
+    "-st --reasoning maybe": "-rea/--reasoning must be on, off or auto, got maybe",
     "-sys x": "-sys/--system-prompt needs a user message as the prompt: add -st/--single-turn",
-    "-st --chat-template llama9": "--chat-template must be chatml or a Jinja template",
+    "-st --chat-template llama9": (
+        "--chat-template must be in Jinja, or a name that llama.cpp knows, such as llama4 or llama3 or llama2"
+    ),
     "-st --chat-template-kwargs 3": (
         '--chat-template-kwargs 3: write a JSON object, such as {"enable_thinking": false}'
     ),

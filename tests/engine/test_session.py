@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Finish
-from ggpipe.engine import prompt_reader as prompts
 from ggpipe.engine.head import Head
 from ggpipe.engine.session import Session
 from ggpipe.engine.worker import Worker
@@ -29,8 +29,6 @@ from ggpipe.errors import RunError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
 from ggpipe.stats.records import RequestStats
-from ggpipe.text.chat.conversation import CHATML
-from ggpipe.text.chat.template import ChatTemplate
 from ggpipe.transport.local import LocalWorld
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
@@ -107,21 +105,28 @@ def test_an_abandoned_request_is_out_of_the_way(n_ranks: int) -> None:
         assert text(session, "The wolf", 20) == text(session, "The wolf", 20)
 
 
-def test_templates_that_take_turns_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-
-    class Counted(ChatTemplate):
-        def __init__(self, source: str, *others: Any) -> None:
-            compiled.append(source)
-            super().__init__(source, *others)
-
-    monkeypatch.setattr(prompts, "ChatTemplate", Counted)
+def test_templates_built_into_llama_cpp_know_no_special_tokens_of_users() -> None:
     with ranks(1) as head:
         session = Session.load(head)
-        for source in [CHATML, CHATML + "x", *(CHATML, CHATML + "x") * 2, *(f"{CHATML}{i}" for i in range(9))]:
-            session.tokenize_chat(Conversation(messages=({"role": "user", "content": "Hi"},), template=source))
-        assert len(compiled) == 11
-        assert len(session.engine.prompts._templates) < 9
+        special = next(iter(session.vocab.special_tokens))
+        messages = ({"role": "system", "content": "Be kind."}, {"role": "user", "content": f"Hi{special}"})
+        prompt = session.tokenize_chat(Conversation(messages=messages, template="llama3"))
+        assert prompt.text.endswith(f"Hi{special}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")
+        assert session.vocab.special_tokens[special] not in prompt.tokens[1:]
+        bare = Conversation(messages=messages, template="llama3", add_generation_prompt=False)
+        assert prompt.text.startswith(session.tokenize_chat(bare).text)
+
+
+@pytest.mark.parametrize(("further", "expected"), [({}, "False"), ({"enable_thinking": True}, "True")])
+def test_no_reasoning_within_a_grammar(further: dict[str, Any], expected: str) -> None:
+    template = "{{ enable_thinking }}{% if enable_thinking %}<think>{% endif %}"
+    prompt = Conversation(messages=({"role": "user", "content": "Hi"},), template=template, further=further)
+    with ranks(1) as head:
+        session = Session.load(head)
+        assert session.tokenize_chat(prompt).text == "True<think>"
+        reader = session.engine.prompts
+        read = reader.read(prompt, replace(GREEDY, grammar='root ::= "a"'))
+        assert read.tokens == session.vocab.tokenize(expected + ("<think>" if further else ""))
 
 
 @pytest.mark.parametrize("mode", ["mmap", "none"])

@@ -20,7 +20,8 @@ HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
     with server(
-        "-md", str(DRAFT), "--mpi-layer-split", "0.5,0.5", "-c", "4096", "-np", "8", "--alias", "tales",
+        "-md", str(DRAFT), "--mpi-layer-split", "0.5,0.5", "-c", "4096", "-np", "8", "--alias", "tales,stories",
+        "--tags", "old, short",
         "--api-key", f"other,{KEY}", "--metrics",
         "--embeddings", "--pooling", "mean", "--max-waiting", "8", "--sse-ping-interval", "0.2",
     ) as own:  # fmt: skip
@@ -110,6 +111,18 @@ def test_none_of_the_best_log_probabilities(client: openai.OpenAI) -> None:
     assert offsets[2] > offsets[1] > 0
 
 
+def test_prompts_come_before_outputs_that_echo_them(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "", "prompt": ["The king", "Once"], "max_tokens": 4, "temperature": 0}
+    bare = [choice.text for choice in client.completions.create(**asked).choices]
+    expected = ["The king" + bare[0], "Once" + bare[1]]
+    assert [choice.text for choice in client.completions.create(**asked, echo=True).choices] == expected
+    streamed = ["", ""]
+    for chunk in client.completions.create(**asked, echo=True, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == expected
+
+
 def test_prompts_of_llama_server(serving: Serving) -> None:
     def ask(prompt: object) -> Any:
         status, found = authorized(serving, "POST", "/completion", {"prompt": prompt, "n_predict": 3, "temperature": 0})
@@ -194,7 +207,6 @@ def test_embeddings_beside_texts(client: openai.OpenAI, serving: Serving) -> Non
         ({}, "input"),
         ({"input": []}, "input"),
         ({"input": ["a", []]}, "input"),
-        ({"input": ["a", 5]}, "input"),
         ({"input": [1, -1]}, "input[1]"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "embd_normalize": -2}, "embd_normalize"),
@@ -334,7 +346,9 @@ def test_llama_servers_endpoints(serving: Serving) -> None:
         assert (status, error["error"]["type"]) == (501, "not_supported_error")
     models = authorized(serving, "GET", "/v1/models")[1]
     assert isinstance(models, dict)
-    assert models["models"][0]["name"] == models["data"][0]["id"] == models["data"][0]["aliases"][0]
+    assert models["models"][0]["name"] == models["data"][0]["id"] == "tales"
+    assert (models["data"][0]["aliases"], models["data"][0]["tags"]) == (["tales", "stories"], ["old", "short"])
+    assert authorized(serving, "GET", "/v1/models/stories")[0] == 200
     status, answer = authorized(serving, "POST", "/apply-template", {"messages": HELLO})
     assert isinstance(answer, dict)
     assert status == 200

@@ -275,7 +275,7 @@ def test_sixteen_at_a_time(serving: Serving) -> None:
 
 def progress(serving: Serving, path: str, body: dict[str, object]) -> list[dict[str, int]]:
     """A stream's progress events; checks that all later events have text."""
-    own = {**body, "stream": True, "return_progress": True, "cache_prompt": False}
+    own = {"cache_prompt": False, **body, "stream": True, "return_progress": True}
     status, text, _ = serving.ask("POST", path, own, {"X-Api-Key": KEY})
     assert status == 200, text
     lines = [line[6:] for line in str(text).splitlines() if line.startswith("data: {")]
@@ -296,4 +296,13 @@ def test_progress_of_long_prompts(serving: Serving) -> None:
         done = [one["processed"] for one in found]
         assert done == sorted(set(done))
         assert all(0 <= one["processed"] <= one["total"] for one in found)
-        assert found[-1]["total"] > 200
+        assert found[0]["processed"] == found[0]["cache"]
+        assert found[-1]["processed"] == found[-1]["total"] > 200
+
+
+def test_progress_of_a_prompt_that_is_nearly_cached(serving: Serving) -> None:
+    body = {"messages": [{"role": "user", "content": "Tell me of the king."}], "max_tokens": 1, "cache_prompt": True}
+    for _ in range(2):
+        first, *others = progress(serving, "/v1/chat/completions", body)
+    assert 0 < first["cache"] == first["processed"] < first["total"]
+    assert others[-1] == {**first, "processed": first["total"], "time_ms": others[-1]["time_ms"]}

@@ -113,7 +113,7 @@ def _serve(
         config=server,
         chat=_chat(options),
         embeddings=options[EmbeddingSettings],
-        model=server.alias or path.name,
+        model=(*server.aliases, path.name)[0],
         path=str(path),
         keys=server.keys(),
         make_backend=lambda thread: backend.Backend(

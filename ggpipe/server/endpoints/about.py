@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from ggpipe.apis.decode import decode
 from ggpipe.apis.llama_server import SlotBody, settings
+from ggpipe.options.server import words_of
 from ggpipe.server import metrics
 from ggpipe.server.backend import Status
 from ggpipe.server.endpoints.shared import BUILD, Server
@@ -55,7 +56,7 @@ class About:
     async def one_model(self, request: Request) -> Response:
         """`/v1/models/{name}`"""
         model = self._model()
-        if request.path_params["name"] != model["id"]:
+        if request.path_params["name"] not in model["aliases"]:
             raise ApiError(404, f"this server's only model is {model['id']}", "model")
         return JsonResponse(model)
 
@@ -68,7 +69,8 @@ class About:
                 "n_embd": about.n_embd, "n_params": about.n_params, "size": about.n_bytes,
             }  # fmt: skip
         return {
-            "id": server.model, "aliases": [server.model], "tags": [], "object": "model",
+            "id": server.model, "aliases": [*(server.config.aliases or (server.model,))],
+            "tags": [*words_of(server.config.tags)], "object": "model",
             "created": int(server.backend.began), "owned_by": "ggpipe", "meta": meta,
         }  # fmt: skip
 

@@ -32,11 +32,13 @@ class ChatPrompt:
 
     def held(self, sampling: SamplingConfig) -> SamplingConfig:
         """The settings with the answer's grammar, and with the marks that a reasoning budget needs. The user's own
-        grammar or schema takes precedence. Raises BodyError if it rules out a call that `tool_choice` requires."""
+        grammar takes precedence, and so does a schema for the answer, unless a call is required. Raises BodyError if a
+        grammar rules out a call that `tool_choice` requires."""
+        if self.must_call and sampling.grammar:
+            raise BodyError("`tool_choice` demands a call, which `grammar` forbids: give one of them", "tool_choice")
+        if self.must_call and sampling.json_schema:
+            sampling = replace(sampling, json_schema="")
         has_own = bool(sampling.grammar or sampling.json_schema)
-        if has_own and self.must_call:
-            why = "demands a call, which `grammar` or a JSON schema forbids: give one of them"
-            raise BodyError(f"`tool_choice` {why}", "tool_choice")
         if sampling.reasoning_budget >= 0:
             marks = self.answer.reasoning
             own = ReasoningMarks(begins=marks.begins, ends=marks.ends, is_open=marks.is_open)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Scope
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.text.chat.literals import Literals
+from ggpipe.text.chat.template_support import TemplateSupport
 from ggpipe.text.chat.tools.messages import for_template
 
 _OWN_NAMES = ("messages", "tools", "add_generation_prompt")
@@ -28,16 +30,30 @@ _OWN_NAMES = ("messages", "tools", "add_generation_prompt")
 class ChatTemplate:
     """A compiled chat template. Thread-safe."""
 
-    def __init__(self, source: str, bos: str = "", eos: str = "", specials: Sequence[str] = ()) -> None:
-        """`bos`, `eos`: names of these tokens. `specials`: names of the tokens that only the template may write.
+    def __init__(
+        self,
+        source: str,
+        bos: str = "",
+        eos: str = "",
+        specials: Sequence[str] = (),
+        now: Callable[[], datetime.datetime] = datetime.datetime.now,
+    ) -> None:
+        """`bos`, `eos`: names of these tokens. `specials`: names of the tokens that only the template may write. `now`:
+        the clock of templates that write the date.
 
         Raises SettingError if Jinja cannot parse the template.
         """
         self.source = source
+        self._now = now
         self._known = {"bos_token": bos, "eos_token": eos}
         self._literals = Literals(specials)
+        self._support = TemplateSupport(source, self.render, self._usual())
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            self._template = environment.from_string(
+                source, globals={"strftime_now": lambda pattern: now().strftime(pattern)}
+            )
         except jinja2.TemplateError as e:
             raise SettingError("chat_template", f"is no template that Jinja can read: {e}") from e
 
@@ -57,36 +73,51 @@ class ChatTemplate:
 
         Raises UsageError if the template rejects the conversation or fails.
         """
-        plain = [self._literals.mark_message(_plain(message)) for message in messages]
-        names = {**self._known, "add_generation_prompt": add_generation_prompt, "documents": None, **further}
+        plain = [self._literals.mark_message(plain_json(message)) for message in messages]
+        names = {**self._known, "messages": plain, "add_generation_prompt": add_generation_prompt, **further}
         try:
-            names |= {"messages": plain, "tools": None if tools is None else self._literals.mark(_plain(tools))}
+            if tools:
+                names["tools"] = self._literals.mark(plain_json(tools))
+            if "functions" in self._variables and "tools" not in self._variables:
+                names.setdefault("functions", _to_json(names["tools"], indent=4) if tools else "")
             return self._template.render(names)
         except Exception as e:  # a template may raise anything, and must not end the head
             raise UsageError(f"the model's chat template does not take this conversation: {e}") from e
 
     def conversation(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], /, **further: object
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        asks: bool = True,
+        /,
+        **further: object,
     ) -> tuple[str, str]:
-        """Render a conversation, with tools and calls in the form that this template expects.
+        """Render a conversation as llama-server does: with tools and calls in the form that this template expects, a
+        system message that it can take, the date, and `enable_thinking`, unless `further` says otherwise.
 
-        Returns the text, and its `generation_prompt`. Raises SettingError if `further` has a name that is set here, and
-        UsageError as `render` does.
+        `asks`: the text ends with what prompts the model to answer. Returns the text, and that end. Raises SettingError
+        if `further` has a name that is set here, and UsageError as `render` does.
         """
         if name := next((name for name in _OWN_NAMES if name in further), None):
             raise SettingError(
                 "chat_template_kwargs", f"has {name}, which follows from the conversation", "leave it out"
             )
+        names = {**self._usual(), "enable_thinking": self._support.thinks, **further}
         for arguments_as_text in (False, True):
-            written = for_template(messages, tools, self.source, arguments_as_text)
+            written = self._support.adapted(for_template(messages, tools, self.source, arguments_as_text))
             try:
-                text = self.render(written, tools or None, add_generation_prompt=True, **further)
+                text = self.render(written, tools or None, add_generation_prompt=asks, **names)
             except UsageError:
                 if arguments_as_text or not any(message.get("tool_calls") for message in messages):
                     raise
             else:
                 break
-        return text, self.generation_prompt(text, written, tools or None, **further)
+        return text, self.generation_prompt(text, written, tools or None, **names) if asks else ""
+
+    def _usual(self) -> dict[str, object]:
+        """Variables that llama-server gives to templates."""
+        now = self._now()
+        return {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
 
     def generation_prompt(
         self,
@@ -108,14 +139,11 @@ class ChatTemplate:
         return self._literals.pieces(rendered)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
+def _environment() -> SandboxedEnvironment:
+    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters |= dict.fromkeys(("safe", "e", "escape"), str) | {"tojson": _to_json}  # prompts are not HTML
     environment.globals |= {
         "raise_exception": _raise,
-        "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
         "namespace": _PublicNamespace,
         "dict": lambda *pairs, **named: dict(*pairs, **named),
     }
@@ -155,18 +183,30 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter would escape quotes and angle brackets for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_jsonable
+    )
 
 
-def _plain(value: Any) -> Any:
-    """The value with built-in types only, since a template may call methods of its variables. Raises UsageError."""
+def _jsonable(value: object) -> object:
+    """What Jinja has beside the types of JSON."""
+    if isinstance(value, jinja2.Undefined):
+        return None
+    if isinstance(value, Iterator):  # a filter's output
+        return [*value]
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def plain_json(value: Any) -> Any:
+    """A value with the types of JSON only, since a template may call methods of its variables. Raises UsageError for
+    others."""
     match value:
         case Mapping():
-            return {str(name): _plain(item) for name, item in value.items()}
+            return {str(name): plain_json(item) for name, item in value.items()}
         case str():
             return str(value)
         case None | bool() | int() | float():
             return value
         case Sequence():
-            return [_plain(item) for item in value]
+            return [plain_json(item) for item in value]
     raise UsageError(f"a conversation may contain strings, numbers, lists and objects, not {type(value).__name__}")

@@ -1,22 +1,11 @@
 """Checks grammars and schemas before an engine follows them: `check` in this process, `GrammarChecker` in others.
 
-A schema of a few lines can take a parser hours and all memory, and so can a grammar. Processes of the checker have a
-limit of both. What it lets pass, the head compiles in a thread.
+Processes of the checker have limits of time and memory. What it lets pass, the head compiles in a thread.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
-import resource
-import select
-import signal
-import subprocess
-import sys
 import threading
-import time
-from typing import BinaryIO
 
 import msgspec
 
@@ -24,13 +13,10 @@ from ggpipe.config.sampling import CallGrammar, SamplingConfig, ToolSchema
 from ggpipe.errors import BodyError, SettingError, UsageError
 from ggpipe.text.grammar import gbnf
 from ggpipe.text.grammar.json_schema import NO_FORCING, guidance_schema, parse_schema, problem_of
+from ggpipe.text.limited_process import Exceeded, LimitedProcess, Limits, answer_questions
 
-MOST_CPU_S = 5
-"""CPU time of a check."""
-MOST_BYTES = 1 << 31
-"""Address space of a process that checks."""
-_MOST_WALL_S = 120.0  # a machine may be busy
-_LENGTH = 8
+LIMITS = Limits(cpu_s=5, memory_bytes=1 << 31)
+"""What a process that checks may use."""
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,8 +101,8 @@ class GrammarChecker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[subprocess.Popen[bytes]] = []
-        self._all: set[subprocess.Popen[bytes]] = set()
+        self._idle: list[LimitedProcess] = []
+        self._all: set[LimitedProcess] = set()
         self._is_closed = False
 
     def check(self, constraint: Constraint) -> Checked:
@@ -126,24 +112,20 @@ class GrammarChecker:
         process = process or self._start()
         if process is None:
             return Checked(problem="is not checked any more: the engine ends")
-        answer = _ask(process, msgspec.msgpack.encode(constraint))
+        answer = process.ask(msgspec.msgpack.encode(constraint))
         with self._lock:
             if answer is not None and not self._is_closed:
                 self._idle.append(process)
                 return msgspec.msgpack.decode(answer, type=Checked)
             self._all.discard(process)
-            problem = _end(process)
+            problem = _problem_of_limits(process.end())
         return Checked(problem=problem)
 
-    def _start(self) -> subprocess.Popen[bytes] | None:
-        command = [sys.executable, "-m", "ggpipe.text.grammar.check"]
+    def _start(self) -> LimitedProcess | None:
         with self._lock:
             if self._is_closed:
                 return None
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for others
-            )  # fmt: skip
+            process = LimitedProcess("ggpipe.text.grammar.check", LIMITS)
             self._all.add(process)
             return process
 
@@ -154,45 +136,16 @@ class GrammarChecker:
             processes, self._all = self._all, set()
             idle, self._idle = self._idle, []
             for process in processes:  # none of them can be another process by now
-                os.kill(process.pid, signal.SIGKILL)
+                process.kill()
         for process in idle:
-            _end(process)
+            process.end()
 
 
-def _ask(process: subprocess.Popen[bytes], question: bytes) -> bytes | None:
-    """The answer; None if the process ended, or takes too long."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(len(question).to_bytes(_LENGTH) + question)
-        process.stdin.flush()
-    except OSError:
-        return None
-    deadline, found = time.monotonic() + _MOST_WALL_S, bytearray()
-    descriptor = process.stdout.fileno()
-    while True:
-        n_needed = _LENGTH + (int.from_bytes(found[:_LENGTH]) if len(found) >= _LENGTH else 0)
-        if len(found) >= _LENGTH and len(found) == n_needed:
-            return bytes(found[_LENGTH:])
-        ready = select.select([descriptor], [], [], max(deadline - time.monotonic(), 0.0))[0]
-        piece = os.read(descriptor, n_needed - len(found)) if ready else b""
-        if not piece:
-            return None
-        found += piece
-
-
-def _end(process: subprocess.Popen[bytes]) -> str:
-    """End a process. Returns why it did not answer, as the rest of a sentence whose subject is the grammar."""
-    os.kill(process.pid, signal.SIGKILL)  # where it has not ended; Popen.kill would take its usage from us
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    if process.returncode == -signal.SIGXCPU or usage.ru_utime + usage.ru_stime > MOST_CPU_S - 1:
-        return f"takes more than {MOST_CPU_S} s to read: simplify it"
-    return f"takes more than {MOST_BYTES >> 30} GiB of memory, or is too deep: simplify it"
+def _problem_of_limits(exceeded: Exceeded) -> str:
+    """The rest of a sentence whose subject is the grammar."""
+    if exceeded is Exceeded.TIME:
+        return f"takes more than {LIMITS.cpu_s} s to read: simplify it"
+    return f"takes more than {LIMITS.memory_bytes >> 30} GiB of memory, or is too deep: simplify it"
 
 
 def checked(constraint: Constraint) -> Checked:
@@ -206,27 +159,13 @@ def checked(constraint: Constraint) -> Checked:
     return found
 
 
-def main() -> None:
-    """Answer questions from stdin until it ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    while head := _read(questions, _LENGTH):
-        question = _read(questions, int.from_bytes(head))
-        used_s = math.ceil(time.process_time())
-        resource.setrlimit(resource.RLIMIT_CPU, (used_s + MOST_CPU_S, resource.RLIM_INFINITY))
-        try:
-            answer = check(msgspec.msgpack.decode(question, type=Constraint))
-        except (UsageError, MemoryError, RecursionError, ValueError) as e:
-            answer = Checked(problem=f"cannot be read: {type(e).__name__}")
-        encoded = msgspec.msgpack.encode(answer)
-        answers.write(len(encoded).to_bytes(_LENGTH) + encoded)
-        answers.flush()
-
-
-def _read(stream: BinaryIO, n: int) -> bytes:
-    return stream.read(n)
+def _answer(question: bytes) -> bytes:
+    try:
+        found = check(msgspec.msgpack.decode(question, type=Constraint))
+    except (UsageError, MemoryError, RecursionError, ValueError) as e:
+        found = Checked(problem=f"cannot be read: {type(e).__name__}")
+    return msgspec.msgpack.encode(found)
 
 
 if __name__ == "__main__":
-    main()
+    answer_questions(_answer, LIMITS)

@@ -182,7 +182,6 @@ def test_what_is_no_template_is_refused(source: str) -> None:
     [
         "{{ raise_exception('out of turn') }}",
         "{{ messages[7].content.x }}",
-        "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ cycler.__init__.__globals__.os }}",
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
@@ -195,6 +194,12 @@ def test_what_is_no_template_is_refused(source: str) -> None:
 def test_what_a_template_may_not_do(source: str) -> None:
     with pytest.raises(UsageError, match="chat template does not take this conversation"):
         ChatTemplate(source).render([USER])
+
+
+def test_lists_can_be_appended_to() -> None:
+    source = "{% set found = [] %}{{ found.append(messages[0].role) or '' }}{{ messages.append(1) or found[0] }}"
+    template = ChatTemplate(source)
+    assert template.render([USER]) == template.render([USER]) == "user"
 
 
 def test_python_is_out_of_reach() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from ggpipe.config.sampling import CallGrammar, SamplingConfig
 from ggpipe.core.prompt import ToolChoice
 from ggpipe.errors import BodyError
 from ggpipe.text.chat.answer import AnswerFormat, AnswerParser, WholeAnswer, answer_format
+from ggpipe.text.chat.conversation import ChatPrompt
 from ggpipe.text.chat.reasoning import reasoning_format
 from ggpipe.text.chat.tools.choice import tool_choice
 from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, joined
@@ -209,3 +212,14 @@ def test_what_may_be_chosen() -> None:
     ):  # fmt: skip
         with pytest.raises(BodyError, match=f"`{field}`"):
             tool_choice(tools, choice)
+
+
+def test_a_call_that_is_required_takes_precedence_over_a_schema() -> None:
+    grammar = CallGrammar(lark='start: "a"', schemas=())
+    prompt = ChatPrompt((1,), answer_format("", ""), grammar=grammar, must_call=True)
+    held = prompt.held(SamplingConfig(json_schema="{}"))
+    assert (held.json_schema, held.call_grammar) == ("", grammar)
+    with pytest.raises(BodyError, match="`tool_choice` demands a call, which `grammar` forbids"):
+        prompt.held(SamplingConfig(grammar='root ::= "a"'))
+    free = replace(prompt, must_call=False).held(SamplingConfig(json_schema="{}"))
+    assert (free.json_schema, free.call_grammar) == ("{}", None)
