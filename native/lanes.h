@@ -24,6 +24,8 @@ using U = Unsigned<kLanes>;  // often four bytes of each lane
 constexpr uint32_t k1 = 0x01010101, k2 = 0x03030303, k4 = 0x0f0f0f0f;  // the lower bits of each byte
 
 GGPIPE_TARGET GGPIPE_INLINE inline F widened(__m256i halves) { return (F) _mm512_cvtph_ps(halves); }
+GGPIPE_TARGET GGPIPE_INLINE inline F floats(I integers) { return (F) _mm512_cvtepi32_ps((__m512i) integers); }
+GGPIPE_TARGET GGPIPE_INLINE inline F multiply_add(F a, F b, F c) { return (F) _mm512_fmadd_ps((__m512) a, (__m512) b, (__m512) c); }
 GGPIPE_TARGET GGPIPE_INLINE inline F lower_half(U words) { return widened(_mm512_cvtepi32_epi16((__m512i) words)); }
 
 // ---- rows one after another ---------------------------------------------------------------------------------
@@ -108,7 +110,7 @@ class Eights {
         return (U) _mm512_cvtepu16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(load(a_ + at)), load(b_ + at), 1));
     }
     // 6-bit scales and minima, packed as in one block of Q4_K, but of eight rows.
-    GGPIPE_TARGET GGPIPE_INLINE void scales(int at, F & scales, F & minima) const {
+    GGPIPE_TARGET GGPIPE_INLINE void scales(int at, I & scales, F & minima) const {
         uint32_t s[4], m[4];
         for (int i = 0; i < 2; i++) {
             uint32_t packed[3];
@@ -118,8 +120,8 @@ class Eights {
             m[2 * i] = packed[1] & 0x3f3f3f3f;
             m[2 * i + 1] = (packed[2] >> 4 & k4) | (packed[1] >> 6 & k2) << 4;
         }
-        scales = (F) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_setr_epi32(s[0], s[1], s[2], s[3])));
-        minima = (F) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_setr_epi32(m[0], m[1], m[2], m[3])));
+        scales = (I) _mm512_cvtepu8_epi32(_mm_setr_epi32(s[0], s[1], s[2], s[3]));
+        minima = floats((I) _mm512_cvtepu8_epi32(_mm_setr_epi32(m[0], m[1], m[2], m[3])));
     }
 
    private:

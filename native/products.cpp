@@ -3,13 +3,11 @@
 // ggml reads and unpacks a matrix again for each row or two of a run, so two rows take twice as long as one. Here a tile of
 // weights, 16 rows by 256 columns, is unpacked such that each lane of a vector holds its own row, and all rows of activations
 // are multiplied with it while it is in registers or in the first cache: rows of a small run take little more time than one.
-// Nothing is added up across a vector. The bits of what is computed here depend neither on the number of rows nor on that of
-// threads.
 //
-// Activations are quantized as ggml does it, so results differ from ggml's only by the order in which blocks are added up; those
-// of Q8_0 in runs of fewer than 64 rows not even by that, so that single rows, which are left to ggml, have the same bits.
+// Activations are quantized as ggml does it, and sums over the columns that share a scale (all 256 where scales are integers)
+// are exact, so results differ from ggml's only by the order in which blocks are added up. That order is always the same: the
+// bits of a row depend neither on the number of rows nor on that of threads.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -28,40 +26,32 @@ Activations activations_of(const FastGraph::Quantized & quantized, QuantizedMemo
             memory.starts.data(), memory.scales.data(), memory.sums.data()};
 }
 
-
 struct Kernel {
     bool is_repacked;  // what it takes
-    int min_rows;      // from which on it is faster, as measured
     void (*quantize)(const float *, int64_t, const Activations &);
     void (*multiply)(const Weights &, int64_t, const Activations &, const std::vector<int32_t> &, float * const *);
 };
-template <class Format, int kMinRows> constexpr Kernel kernel_of() {
-    return {Format::From::kGroup > 1, kMinRows, quantize<Format>, multiply<Format>};
-}
-// From 64 rows on, Q8_0 is multiplied in half the time without ggml's bits.
-const Kernel * kernel_for(ggml_type type, int64_t n_rows) {
+const Kernel * kernel_for(ggml_type type) {
     static const bool can = __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni");
-    static constexpr Kernel fast = kernel_of<Q8_0_Fast, 2>();
-    if (can && type == GGML_TYPE_Q8_0 && n_rows >= 64) return &fast;
     switch (can ? type : GGML_TYPE_COUNT) {
-#define GGPIPE_KERNEL(NAME, MIN_ROWS) \
+#define GGPIPE_KERNEL(NAME) \
         case GGML_TYPE_##NAME: { \
-            static constexpr Kernel kernel = kernel_of<NAME, MIN_ROWS>(); \
+            static constexpr Kernel kernel{NAME::From::kGroup > 1, quantize<NAME>, multiply<NAME>}; \
             return &kernel; \
         }
-        GGPIPE_KERNEL(Q8_0, 2)
-        GGPIPE_KERNEL(Q4_0, 1)
-        GGPIPE_KERNEL(Q4_1, 1)
-        GGPIPE_KERNEL(Q5_0, 2)
-        GGPIPE_KERNEL(Q5_1, 2)
-        GGPIPE_KERNEL(IQ4_NL, 1)
-        GGPIPE_KERNEL(MXFP4, 1)
-        GGPIPE_KERNEL(Q2_K, 2)
-        GGPIPE_KERNEL(Q3_K, 2)
-        GGPIPE_KERNEL(Q4_K, 1)
-        GGPIPE_KERNEL(Q5_K, 2)
-        GGPIPE_KERNEL(Q6_K, 3)
-        GGPIPE_KERNEL(IQ4_XS, 1)
+        GGPIPE_KERNEL(Q8_0)
+        GGPIPE_KERNEL(Q4_0)
+        GGPIPE_KERNEL(Q4_1)
+        GGPIPE_KERNEL(Q5_0)
+        GGPIPE_KERNEL(Q5_1)
+        GGPIPE_KERNEL(IQ4_NL)
+        GGPIPE_KERNEL(MXFP4)
+        GGPIPE_KERNEL(Q2_K)
+        GGPIPE_KERNEL(Q3_K)
+        GGPIPE_KERNEL(Q4_K)
+        GGPIPE_KERNEL(Q5_K)
+        GGPIPE_KERNEL(Q6_K)
+        GGPIPE_KERNEL(IQ4_XS)
 #undef GGPIPE_KERNEL
         default: return nullptr;
     }
@@ -73,7 +63,7 @@ const float * row_of(const ggml_tensor * t, int64_t row) {
 
 // All threads quantize some rows, and wait for the others.
 void quantize_rows(FastGraph::Quantized & quantized, const Activations & a) {
-    const Kernel & kernel = *kernel_for(quantized.type, a.n_rows);
+    const Kernel & kernel = *kernel_for(quantized.type);
     for (int64_t row; (row = quantized.taken.fetch_add(1, std::memory_order_relaxed)) < a.n_rows;) {
         kernel.quantize(row_of(quantized.source, row), row, a);
         quantized.done.fetch_add(1, std::memory_order_release);
@@ -89,15 +79,12 @@ bool is_product(const ggml_tensor * node) {
     if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) return false;
     if (!(node->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
     const ggml_tensor * weights = node->src[0], * source = node->src[1];
-    const Kernel * kernel = kernel_for(weights->type, source->ne[1] * source->ne[2]);
+    const Kernel * kernel = kernel_for(weights->type);
     if (!kernel || weights->ne[3] != 1 || weights->nb[0] != ggml_type_size(weights->type)) return false;
     if (source->type != GGML_TYPE_F32 || source->nb[0] != sizeof(float) || source->ne[3] != 1 || node->nb[0] != sizeof(float)) return false;
     const bool is_repacked = weights->extra && !strcmp(ggml_backend_buft_name(weights->buffer->buft), "CPU_REPACK");
     if (kernel->is_repacked != is_repacked || (weights->extra && !is_repacked)) return false;
-    if (node->op == GGML_OP_MUL_MAT) return weights->ne[2] == 1 && source->ne[2] == 1 && source->ne[1] >= kernel->min_rows;
-    // Rows of an expert that is used, where all are as likely.
-    const double n = ggml_nelements(node->src[2]), n_experts = weights->ne[2];
-    return n >= kernel->min_rows * n_experts * (1 - std::pow(1 - 1 / n_experts, n));
+    return node->op == GGML_OP_MUL_MAT_ID || (weights->ne[2] == 1 && source->ne[2] == 1);
 }
 
 void FastGraph::add(ggml_tensor * product) {
@@ -110,7 +97,7 @@ void FastGraph::add(ggml_tensor * product) {
         const size_t n = a.n_chunks * a.n_rows;
         if (memory.numbers.size() < n * kChunk) memory.numbers.resize(n * kChunk);
         if (memory.scales.size() < n * kMaxUnits) {
-            memory.starts.resize(n * kMaxStarts);
+            memory.starts.resize(n * kMaxUnits);
             memory.scales.resize(n * kMaxUnits);
             memory.sums.resize(n * kMaxUnits);
         }
@@ -128,7 +115,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     FastGraph::Product & product = graph.products[node->op_params[FastGraph::kIndex]];
     const Activations activations = activations_of(product.quantized, graph.memory);
     quantize_rows(product.quantized, activations);
-    const Kernel & kernel = *kernel_for(weights->type, activations.n_rows);
+    const Kernel & kernel = *kernel_for(weights->type);
     size_t n_uses = 0;
     const auto add = [&](int32_t expert) -> Use & {
         if (uses.size() == n_uses) uses.emplace_back();

@@ -12,7 +12,10 @@
 
 namespace ggpipe {
 
-constexpr int kMaxUnits = 16, kMaxStarts = 64;  // of a tile
+constexpr int kMaxUnits = 16;  // of a tile
+constexpr int kMaxRows = 8;          // of activations at a time
+constexpr int kFewRows = 2;          // for which SmallRows are multiplied row by row
+constexpr size_t kAhead = 16 << 10;  // bytes between the next tile and what is fetched meanwhile
 
 struct alignas(64) Line { float results[kLanes]; };
 struct Weights {
@@ -23,7 +26,7 @@ struct Weights {
 struct Activations {  // quantized as a format of weights wants them: chunk by chunk, and in these row by row
     int64_t n_rows, n_columns, n_chunks;
     int8_t * numbers;        // kChunk of each row
-    int32_t * starts;        // of each unit, or of each four columns: what makes up for the offset of the weights' numbers
+    int32_t * starts;        // of each unit: what makes up for the offset of the weights' numbers
     float * scales, * sums;  // of each unit; a sum is that of its values
 };
 typedef int8_t Narrow __attribute__((vector_size(kLanes)));
@@ -37,7 +40,7 @@ template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row
         if (n < kChunk) {  // the rest adds nothing
             memset(numbers + n, 0, kChunk - n);
             const int64_t unit = at * kMaxUnits + n / Format::kUnit, units = (kChunk - n) / Format::kUnit;
-            std::fill_n(&a.starts[at * kMaxStarts], kMaxStarts, 0);
+            std::fill_n(&a.starts[unit], units, 0);
             std::fill_n(&a.scales[unit], units, 0.0f);
             std::fill_n(&a.sums[unit], units, 0.0f);
         }
@@ -71,13 +74,7 @@ template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row
                 }
                 for (int lane = 0; lane < kLanes; lane++) sum += ((const int32_t *) &sums)[lane];
                 const int64_t unit = at * kMaxUnits + begin / Format::kUnit;
-                if (Format::kQuads) {
-                    for (int i = begin; i < begin + Format::kUnit; i += 4) {
-                        a.starts[at * kMaxStarts + i / 4] = -Format::kOffset * (numbers[i] + numbers[i + 1] + numbers[i + 2] + numbers[i + 3]);
-                    }
-                } else {
-                    a.starts[at * kMaxStarts + begin / Format::kUnit] = -Format::kOffset * sum;
-                }
+                a.starts[unit] = -Format::kOffset * sum;
                 a.scales[unit] = scale;
                 a.sums[unit] = scale * sum;
             }
@@ -95,7 +92,7 @@ template <int R> struct Chunk {
         for (int r = 0; r < R; r++) {
             const int64_t at = chunk * a.n_rows + rows[r];
             numbers[r] = a.numbers + at * kChunk;
-            starts[r] = a.starts + at * kMaxStarts;
+            starts[r] = a.starts + at * kMaxUnits;
             scales[r] = a.scales + at * kMaxUnits;
             sums[r] = a.sums + at * kMaxUnits;
         }
@@ -108,70 +105,48 @@ template <int R> struct Chunk {
 };
 
 // Results of some rows of activations, while they are multiplied with a tile.
-template <int R, int kUnit, bool kHasMinima> struct Sums {
-    static constexpr int kMaxRows = 8, kLines = 1;  // of each row
+template <class Format, int R> struct Sums {
+    using Scale = typename Format::Scale;
+    static constexpr int kSteps = Format::kUnit / 4;
+    // Whether minima come after all products: blocks of one unit have no other order, and many rows leave no registers.
+    static constexpr bool kMinimaLast = Format::kHasMinima && (R == kMaxRows || !Format::kSuper);
     const Chunk<R> x;
     Line * lines;
     F sums[R];
+    I integers[R] = {};  // of a block, without its scale
 
     GGPIPE_TARGET GGPIPE_INLINE Sums(const Activations & a, int64_t chunk, const int32_t * rows, Line * lines)
         : x(a, chunk, rows), lines(lines) {
         for (int r = 0; r < R; r++) memcpy(&sums[r], &lines[r], sizeof sums[r]);
     }
-    GGPIPE_TARGET GGPIPE_INLINE void store() {
-        for (int r = 0; r < R; r++) memcpy(&lines[r], &sums[r], sizeof sums[r]);
-    }
-    GGPIPE_TARGET GGPIPE_INLINE void add(int u, const U * weights, F scale, F minimum) {
-        constexpr int kSteps = kUnit / 4;
+    GGPIPE_TARGET GGPIPE_INLINE void add(int u, const U * weights, Scale scale, F minimum) {
         __m512i products[R];
-        for (int r = 0; r < R; r++) products[r] = _mm512_set1_epi32(x.starts[r][u]);
+        for (int r = 0; r < R; r++) products[r] = Format::kScaled ? (__m512i) integers[r] : _mm512_set1_epi32(x.starts[r][u]);
         for (int step = 0; step < kSteps; step++) {
             for (int r = 0; r < R; r++) {
                 products[r] = _mm512_dpbusd_epi32(products[r], (__m512i) weights[step], x.four(r, u * kSteps + step));
             }
         }
+        for (int r = 0; r < R; r++) add(r, u, (I) products[r], scale);
+        if (!kMinimaLast) add_minimum(u, minimum);
+    }
+    GGPIPE_TARGET GGPIPE_INLINE void add_minimum(int u, F minimum) {
+        for (int r = 0; r < R && Format::kHasMinima; r++) sums[r] = multiply_add(minimum, F{} + x.sums[r][u], sums[r]);
+    }
+    GGPIPE_TARGET GGPIPE_INLINE void add(int r, int u, I product, Scale scale) {
+        if constexpr (Format::kScaled) integers[r] = product;
+        else if constexpr (Format::kSuper) integers[r] += product * scale;
+        else sums[r] = multiply_add(floats(product), scale * x.scales[r][u], sums[r]);
+    }
+    // After all units: their minima, and the block's scale.
+    GGPIPE_TARGET GGPIPE_INLINE void end(const F * minima, F scale) {
+        for (int u = 0; u < kChunk / Format::kUnit && kMinimaLast; u++) add_minimum(u, minima[u]);
         for (int r = 0; r < R; r++) {
-            sums[r] += __builtin_convertvector((I) products[r], F) * (scale * x.scales[r][u]);
-            if (kHasMinima) sums[r] += minimum * x.sums[r][u];
+            if constexpr (Format::kSuper) sums[r] = multiply_add(floats(integers[r]), scale * x.scales[r][0], sums[r]);
+            memcpy(&lines[r], &sums[r], sizeof sums[r]);
         }
     }
 };
-
-// The same with the bits of ggml's kernel for one row.
-template <int R> struct QuadSums {
-    static constexpr int kMaxRows = 2, kLines = 8;
-    const Chunk<R> x;
-    Line * lines;
-    __m512 sums[R][8];
-
-    GGPIPE_TARGET GGPIPE_INLINE QuadSums(const Activations & a, int64_t chunk, const int32_t * rows, Line * lines)
-        : x(a, chunk, rows), lines(lines) {
-        memcpy(sums, lines, sizeof sums);
-    }
-    GGPIPE_TARGET GGPIPE_INLINE void store() { memcpy(lines, sums, sizeof sums); }
-    GGPIPE_TARGET GGPIPE_INLINE void add(int u, const U * weights, F scale, F) {
-        __m512 scales[R];
-        for (int r = 0; r < R; r++) scales[r] = (__m512) (scale * x.scales[r][u]);
-        for (int i = 0; i < 8; i++) {
-            for (int r = 0; r < R; r++) {
-                const __m512i start = _mm512_set1_epi32(x.starts[r][u * 8 + i]);
-                const __m512i product = _mm512_dpbusd_epi32(start, (__m512i) weights[i], x.four(r, u * 8 + i));
-                sums[r][i] = _mm512_fmadd_ps(scales[r], _mm512_cvtepi32_ps(product), sums[r][i]);
-            }
-        }
-    }
-    GGPIPE_TARGET static Line total(const Line * lines) {
-        F s[8];
-        memcpy(s, lines, sizeof s);
-        const F all = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-        Line line;
-        memcpy(&line, &all, sizeof line);
-        return line;
-    }
-};
-
-template <class Format, int R> using SumsOf =
-    std::conditional_t<Format::kQuads, QuadSums<R>, Sums<R, Format::kUnit, Format::kHasMinima>>;
 
 // Calls `function` with a number of rows that is a constant: at least n, or kMax.
 template <int kMax, class Function> GGPIPE_TARGET GGPIPE_INLINE inline void with_count(size_t n, const Function & function) {
@@ -181,27 +156,75 @@ template <int kMax, class Function> GGPIPE_TARGET GGPIPE_INLINE inline void with
     else function(std::integral_constant<int, kMax>());
 }
 
-template <class Format> struct Tile {
-    U numbers[kChunk / Format::kUnit][Format::kUnit / 4];
-    F scales[kChunk / Format::kUnit], minima[kChunk / Format::kUnit];
-};
+template <class Format, class Emit> GGPIPE_TARGET GGPIPE_INLINE inline F unpack(typename Format::From from, const Emit & emit) {
+    if constexpr (Format::kSuper) {
+        return Format::unpack(from, emit);
+    } else {
+        Format::unpack(from, emit);
+        return F{};
+    }
+}
+GGPIPE_TARGET GGPIPE_INLINE inline __m256i in_pairs(__m256i a, __m256i b) {
+    return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+}
+// Four rows' eight numbers each, added up to two each: one in each half.
+GGPIPE_TARGET GGPIPE_INLINE inline __m256i in_halves(const __m256i rows[4]) {
+    const __m256i a = in_pairs(rows[0], rows[1]), b = in_pairs(rows[2], rows[3]);
+    return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+}
+GGPIPE_TARGET GGPIPE_INLINE inline I added_up(const __m256i fours[4]) {  // of 16 rows
+    const auto two = [&](int i) GGPIPE_TARGET GGPIPE_INLINE {
+        return _mm512_inserti64x4(_mm512_castsi256_si512(fours[i]), fours[i + 1], 1);
+    };
+    const __m512i a = two(0), b = two(2);
+    return (I) _mm512_shuffle_i64x2(a, b, 0x88) + (I) _mm512_shuffle_i64x2(a, b, 0xdd);
+}
+
+// The same sums as those of a tile whose lanes are rows, but without its shuffles: what a few rows of activations need.
+template <class Format, int R, class Prefetch>
+GGPIPE_TARGET GGPIPE_INLINE inline void add_row_by_row(Sums<Format, R> & sums, Rows from, const Prefetch & prefetch) {
+    F minima[8];
+    GGPIPE_UNITS(8) {
+        __m256i numbers[R], fours[R][4];
+        for (int r = 0; r < R; r++) numbers[r] = _mm256_loadu_si256((const __m256i *) (sums.x.numbers[r] + 32 * u));
+        for (int i = 0; i < 4; i++) {
+            __m256i weights[4], products[4];
+            for (int j = 0; j < 4; j++) weights[j] = Format::row(from[4 * i + j]);
+            for (int r = 0; r < R; r++) {
+                for (int j = 0; j < 4; j++) products[j] = _mm256_dpbusd_epi32(__m256i{}, weights[j], numbers[r]);
+                fours[r][i] = in_halves(products);
+            }
+        }
+        const F scale = Format::scale(from, minima[u]);
+        for (int r = 0; r < R; r++) sums.add(r, u, added_up(fours[r]) + sums.x.starts[r][u], scale);
+        from += Format::kBytes;
+        prefetch(u);
+    }
+    sums.end(minima, F{});
+}
 
 // The results of 16 rows of weights, from `first` on, for some rows of activations.
 template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activations & a,
                                                    const std::vector<int32_t> & rows, float * const * to) {
-    constexpr int kMax = SumsOf<Format, 1>::kMaxRows, kLines = SumsOf<Format, 1>::kLines;
+    constexpr int kUnits = kChunk / Format::kUnit;
     // Padded: row 0 again, in place of those that a constant number of rows has too many.
     static thread_local std::vector<int32_t> padded;
     static thread_local std::vector<Line> lines;
     padded = rows;
-    padded.resize(rows.size() + kMax - 1, rows[0]);
-    lines.assign(padded.size() * kLines, Line{});
+    padded.resize(rows.size() + kMaxRows - 1, rows[0]);
+    lines.assign(padded.size(), Line{});
     using From = typename Format::From;
     constexpr int kPieces = kLanes / From::kGroup, kBytes = kChunk / Format::kBlock * Format::kBytes * From::kGroup;  // of a piece
+    constexpr int kUnitBytes = kPieces * kBytes / kUnits;
     const size_t stride = weights.row_bytes * From::kGroup;
     uint8_t copies[kPieces][kBytes];  // where there are not enough rows or columns for a tile
     const int n_rows = std::min<int64_t>(kLanes, weights.n_rows - first);
-    for (int64_t chunk = 0; chunk < a.n_chunks; chunk++) {
+    // Into the second cache, in the order of their addresses: a later tile. The CPU does not see the pattern of 16 rows.
+    const uint8_t * ahead = weights.data + first * weights.row_bytes + kPieces * stride + kAhead;
+    const auto prefetch = [&](int u) GGPIPE_TARGET GGPIPE_INLINE {
+        for (int i = 0; i < kUnitBytes; i += 64) __builtin_prefetch(ahead + u * kUnitBytes + i, 0, 2);
+    };
+    for (int64_t chunk = 0; chunk < a.n_chunks; chunk++, ahead += kUnits * kUnitBytes) {
         const int n_columns = std::min<int64_t>(kChunk, a.n_columns - chunk * kChunk);
         const uint8_t * data = weights.data + first * weights.row_bytes + chunk * kBytes;
         From from(data, stride);
@@ -209,43 +232,46 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
             memset(copies, 0, sizeof copies);
             for (int i = 0; i < n_rows / From::kGroup; i++) memcpy(copies[i], data + i * stride, kBytes * n_columns / kChunk);
             from = From(copies[0], kBytes);
-        } else {
-            // Into the second cache: after a row's last chunk, the first ones of the same lane in the next tile.
-            constexpr int kAhead = (864 * From::kGroup + kBytes - 1) / kBytes;
-            const uint8_t * next = data + kAhead * kBytes;
-            if (chunk + kAhead >= a.n_chunks) next += kPieces * stride - a.n_chunks * kBytes;
-            for (int piece = 0; piece < kPieces; piece++, next += stride) {
-                for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+        }
+        if constexpr (std::is_base_of_v<SmallRows, Format>) {
+            if (rows.size() <= kFewRows) {
+                with_count<kFewRows>(rows.size(), [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
+                    Sums<Format, count()> sums(a, chunk, padded.data(), lines.data());
+                    add_row_by_row(sums, from, prefetch);
+                });
+                continue;
             }
         }
-        if (rows.size() <= kMax) {
-            with_count<kMax>(rows.size(), [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                SumsOf<Format, count()> sums(a, chunk, padded.data(), lines.data());
-                Format::unpack(from, [&](int u, const U * numbers, F scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
+        F minima[kUnits];
+        if (rows.size() <= kMaxRows) {
+            with_count<kMaxRows>(rows.size(), [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
+                Sums<Format, count()> sums(a, chunk, padded.data(), lines.data());
+                const F scale = unpack<Format>(from, [&](int u, const U * numbers, auto scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
                     sums.add(u, numbers, scale, minimum);
+                    minima[u] = minimum;
+                    prefetch(u);
                 });
-                sums.store();
+                sums.end(minima, scale);
             });
             continue;
         }
-        Tile<Format> tile;
-        Format::unpack(from, [&](int u, const U * numbers, F scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
-            memcpy(tile.numbers[u], numbers, sizeof tile.numbers[u]);
-            tile.scales[u] = scale;
-            tile.minima[u] = minimum;
+        U tile[kUnits][Format::kUnit / 4];
+        typename Format::Scale scales[kUnits];
+        const F scale = unpack<Format>(from, [&](int u, const U * numbers, auto scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
+            memcpy(tile[u], numbers, sizeof tile[u]);
+            scales[u] = scale;
+            minima[u] = minimum;
+            prefetch(u);
         });
-        for (size_t row = 0; row < rows.size(); row += kMax) {
-            with_count<kMax>(rows.size() - row, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                SumsOf<Format, count()> sums(a, chunk, padded.data() + row, lines.data() + row * kLines);
-                for (int u = 0; u < kChunk / Format::kUnit; u++) sums.add(u, tile.numbers[u], tile.scales[u], tile.minima[u]);
-                sums.store();
+        for (size_t row = 0; row < rows.size(); row += kMaxRows) {
+            with_count<kMaxRows>(rows.size() - row, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
+                Sums<Format, count()> sums(a, chunk, padded.data() + row, lines.data() + row);
+                for (int u = 0; u < kUnits; u++) sums.add(u, tile[u], scales[u], minima[u]);
+                sums.end(minima, scale);
             });
         }
     }
-    for (size_t i = 0; i < rows.size(); i++) {
-        if constexpr (Format::kQuads) lines[i * kLines] = QuadSums<1>::total(&lines[i * kLines]);
-        memcpy(to[i] + first, &lines[i * kLines], n_rows * sizeof(float));
-    }
+    for (size_t i = 0; i < rows.size(); i++) memcpy(to[i] + first, &lines[i], n_rows * sizeof(float));
 }
 
 }  // namespace ggpipe
