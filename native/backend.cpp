@@ -133,7 +133,11 @@ ggml_backend_buffer_type_t dev_host(ggml_backend_dev_t d) {  // the meta device 
     Device & device = device_of(d);
     return &(device.role == Role::Part ? device.stage->local : device).host;
 }
-bool remote_takes(ggml_backend_dev_t d, ggml_backend_buffer_type_t t) { return t == dev_buft(d) || t == dev_host(d); }
+bool remote_takes(ggml_backend_dev_t d, ggml_backend_buffer_type_t t) {
+    const Device & device = device_of(d);
+    const bool reads_host = device.role == Role::Up && device.stage->first;  // LOCAL looks up the tokens of MTP layers
+    return t == dev_buft(d) || (t == dev_host(d) && !reads_host);
+}
 bool local_takes(ggml_backend_dev_t, ggml_backend_buffer_type_t t) { return ggml_backend_dev_supports_buft(cpu_device(), t); }
 
 // Every device answers as the CPU does, so that every rank's scheduler cuts the graph at the same place.

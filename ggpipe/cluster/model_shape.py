@@ -56,12 +56,15 @@ class ModelShape:
     max_parts: int = MAX_PARTS
     """Maximum number of parts such that each has attention heads; 1: the model does not support groups."""
     taps: tuple[int, ...] = ()
-    """Of an EAGLE-3 head: the layers of its target whose inputs it reads. Empty: it is not a head."""
+    """Of an EAGLE-3 head: the layers of its target whose inputs it reads; of MTP layers, the number of the target's
+    layers. Empty: it is neither."""
+    is_mtp: bool = False
+    """These are a target's MTP layers."""
 
     @property
     def drafter(self) -> str:
         """The kind of its drafter, as in `core.drafters.registry`, where it is a draft model."""
-        return "eagle3" if self.taps else "draft"
+        return "mtp" if self.is_mtp else "eagle3" if self.taps else "draft"
 
     @property
     def n_layer(self) -> int:
@@ -177,6 +180,36 @@ def head_shape(target: ModelShape) -> ModelShape:
         output_whole_bytes=0,
         max_parts=1,
         taps=(min(2, n - 1), n // 2, max(n - 3, 0)),
+    )
+
+
+def mtp_shape(
+    target: ModelShape,
+    layer_bytes: tuple[int, ...] = (),
+    layer_cell_bytes: tuple[float, ...] = (),
+    layer_expert_bytes: tuple[int, ...] = (),
+) -> ModelShape:
+    """The MTP layers of a target, which also read its input embedding and its output layer. The sizes are those of
+    `ModelShape`. Without them: one layer like the target's last one."""
+    if not layer_bytes:
+        joins = round(2 * target.n_embd**2 / target.parameters_per_byte)  # token and state become one
+        layer_bytes = (target.layer_bytes[-1] + joins,)
+        layer_cell_bytes, layer_expert_bytes = target.layer_cell_bytes[-1:], target.layer_expert_bytes[-1:]
+    has_experts = any(layer_expert_bytes)
+    return replace(
+        target,
+        name="MTP",
+        layer_bytes=layer_bytes,
+        layer_cell_bytes=layer_cell_bytes,
+        layer_state_bytes=(),
+        layer_expert_bytes=layer_expert_bytes if has_experts else (),
+        n_expert=target.n_expert if has_experts else 0,
+        n_expert_used=target.n_expert_used if has_experts else 0,
+        layer_whole_bytes=(),
+        output_whole_bytes=0,
+        max_parts=1,
+        taps=(target.n_layer,),
+        is_mtp=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of a draft model."""
+"""Settings of a draft model, or of MTP layers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ class DraftConfig:
     """A draft model, and where it runs. Raises SettingError for an invalid setting."""
 
     model: ModelConfig
+    """The model. Of MTP layers: the target, which they are a part of."""
+    is_mtp: bool = False
+    """The model's MTP layers draft, not all of it."""
     context: ContextConfig = field(default_factory=ContextConfig)
     layer_split: LayerSplit | None = None
     """How its layers are divided among its ranks, which follow those of the target and of earlier draft models. None:

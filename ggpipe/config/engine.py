@@ -68,6 +68,8 @@ class EngineConfig:
                 "with ranks of its own comes after one without",
                 "name draft models with ranks of their own first",
             )
+        if self.pipeline.auto and any(draft.is_mtp for draft in self.drafts):
+            raise SettingError("layer_split", "auto does not plan for MTP layers", "give shares, or use other drafters")
         if self.pipeline.auto and len(self.drafts) > 1:
             raise SettingError(
                 "layer_split", "auto plans for one draft model at most", "give shares, or fewer draft models"
@@ -122,6 +124,11 @@ class EngineConfig:
     def part_of(self, model: int) -> EngineConfig | DraftConfig:
         """The settings with the model and the context of this id."""
         return self if model == TARGET else self.drafts[model - FIRST_DRAFT]
+
+    def is_mtp(self, model: int) -> bool:
+        """Whether the model of this id is the target's MTP layers."""
+        part = self.part_of(model)
+        return isinstance(part, DraftConfig) and part.is_mtp
 
     def check_ranks(self, n_ranks: int) -> None:
         """Check settings that name ranks against the number of ranks.

@@ -14,6 +14,7 @@ _STYLES: Mapping[str, Style] = {
     "draft model 2": Style(color="bright_blue"),
     "draft model 3": Style(color="red"),
     "eagle3": Style(color="magenta"),
+    "mtp": Style(color="magenta"),
     "ngram": Style(color="yellow"),
     SEVERAL: Style(color="bright_cyan"),
 }

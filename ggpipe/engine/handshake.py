@@ -11,11 +11,12 @@ from ggpipe.cluster.memory import USABLE, memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
+from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.layout import Layout
+from ggpipe.engine import wiring
 from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, Setting, Wording
-from ggpipe.llama import machine
-from ggpipe.llama.eagle3 import needs_of
+from ggpipe.llama import machine, mtp
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.layer_inputs import ARCHITECTURES
 from ggpipe.llama.model_shape import shape_of
@@ -24,20 +25,22 @@ from ggpipe.transport.base import Transport
 from ggpipe.transport.control import Hello
 
 
-def hello(transport: Transport, model_file: ModelFile, model: int) -> Hello:
+def hello(transport: Transport, config: EngineConfig, model_file: ModelFile, model: int) -> Hello:
     """This rank's part of the handshake; `model`: id of the model whose file that is."""
+    is_mtp = config.is_mtp(model)
     return Hello(
         host=transport.host,
         model=model,
         fingerprint=model_file.fingerprint,
         architecture=model_file.architecture,
-        n_layer=model_file.n_layer,
+        n_layer=1 if is_mtp else model_file.n_layer,
         sparsity=shape_of(model_file).sparsity,
         ggpipe=__version__,
         libllama=machine.libllama_version(),
         cpu_features=tuple(sorted(machine.cpu_features())),
         memory_bytes=machine.available_bytes(),
-        head_needs=needs_of(model_file),
+        kind=registry.MTP if is_mtp else registry.kind_of(model_file.architecture),
+        head_needs=wiring.needs_of(config, model, model_file),
     )
 
 
@@ -77,7 +80,8 @@ def check_heads(
     layout: Layout,
     draft_layouts: Sequence[Layout],
 ) -> Layout | None:
-    """Do EAGLE-3 heads fit the target? Returns where the head is; None where there is none. Raises ModelError.
+    """Do EAGLE-3 heads, or MTP layers, fit the target? Returns where they are; None where there are none. Raises
+    ModelError.
 
     `hellos`: as for `compare`. `draft_layouts`: of the config's draft models.
     """
@@ -91,6 +95,9 @@ def check_heads(
         names = " and ".join(name for name, *_ in found)
         raise ModelError(Setting("draft.model"), f" names several EAGLE-3 heads ({names}): give one")
     name, needs, draft_layout = found[0]
+    if hellos[draft_layout.head].kind == registry.MTP:
+        _check_mtp(hellos[draft_layout.head], hellos[0], model_file, layout, draft_layout)
+        return draft_layout
     architecture = model_file.architecture
     width = model_file.metadata.get(f"{architecture}.embedding_length")
     problem: str | Wording = ""
@@ -116,6 +123,19 @@ def check_heads(
     return draft_layout
 
 
+def _check_mtp(mtp_hello: Hello, head: Hello, model_file: ModelFile, layout: Layout, mtp_layout: Layout) -> None:
+    """Can the target's MTP layers draft? Raises ModelError. `mtp_hello`: of their rank."""
+    mtp.check(model_file)
+    if mtp_hello.fingerprint != head.fingerprint:
+        raise ModelError(
+            f"rank {mtp_layout.head} ({mtp_hello.host}) has another model than rank 0 ({head.host}) as ",
+            Setting("model"),
+            ": copy it there again",
+        )
+    if layout.group_sizes or mtp_layout.group_sizes:
+        raise ModelError("MTP layers do not work with groups: give each rank its own share in ", Setting("layer_split"))
+
+
 def check_memory(
     hellos: Sequence[Hello],
     config: EngineConfig,
@@ -134,7 +154,10 @@ def check_memory(
     drafts: list[tuple[ModelShape, Layout | None]] = []
     for draft, draft_layout in zip(config.drafts, draft_layouts, strict=True):
         with contextlib.suppress(ModelError):
-            shape = shape_of(ModelFile.open(draft.model.path), *types, draft.context.n_seq, n_prefixes)
+            draft_file = ModelFile.open(draft.model.path)
+            shape = shape_of(draft_file, *types, draft.context.n_seq, n_prefixes)
+            if draft.is_mtp:
+                shape = mtp.shape_of_mtp(draft_file, shape, *types[:2])
             drafts.append((shape, draft_layout))
     target = shape_of(model_file, *types, context.n_seq, n_prefixes, context.n_states)
     tensor_split = config.pipeline.tensor_split

@@ -12,7 +12,6 @@ import msgspec
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import TARGET
 from ggpipe.core.draft_messages import VocabOutline
-from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.kv.radix_tree import agreeing
 from ggpipe.core.layout import Layout, lay_out
@@ -45,7 +44,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
     for rank, hello in enumerate(agreed.hellos):
         part = (layout, *draft_layouts)[hello.model]
         ranks[rank].host, ranks[rank].layers = hello.host, part.layers_of(rank)
-        ranks[rank].drafter = registry.kind_of(hello.architecture) if hello.model != TARGET else ""
+        ranks[rank].drafter = hello.kind if hello.model != TARGET else ""
         if rank != HEAD:
             inputs = agreed.inputs if hello.model == TARGET else ()
             # A head inside this process is known to no other one.
@@ -87,7 +86,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             agreed.warnings.append(
                 Wording(Setting("model"), " cannot take draft tokens back: running without speculation")
             )
-        kinds = [registry.kind_of(agreed.hellos[draft_layout.head].architecture) for draft_layout in draft_layouts]
+        kinds = [agreed.hellos[draft_layout.head].kind for draft_layout in draft_layouts]
         started: dict[int, Layout] = {}  # by drafter
         for drafter, (draft, draft_layout) in enumerate(zip(config.drafts, draft_layouts, strict=True)):
             outline, hello = outlines[draft_layout.head], agreed.hellos[draft_layout.head]
@@ -100,7 +99,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                         f" {draft.model.path.name} cannot roll back its KV state: running without it",
                     )
                 )
-            elif not vocab.rolls_back and kinds[drafter] != "draft":
+            elif not vocab.rolls_back and kinds[drafter] == "eagle3":
                 agreed.warnings.append(
                     Wording(
                         Setting("draft.model"),
@@ -149,7 +148,7 @@ class _Agreed:
     warmup: bool
     """See `Stage`."""
     inputs: tuple[int, ...]
-    """Layers of the target whose inputs an EAGLE-3 head reads."""
+    """Layers of the target whose inputs an EAGLE-3 head or its MTP layers read."""
     inputs_to: int
     """The rank of that head."""
     warnings: list[Wording]
@@ -160,7 +159,7 @@ def _agree(head: Head) -> _Agreed:
     model_file = ModelFile.open(config.model.path)
     prompt_cache = wiring.prompt_cache(config, transport)
     others = head.channel.gather(Hello, range(1, transport.size), head.next, lambda _: _go_on(head))
-    hellos = [handshake.hello(transport, model_file, TARGET), *others.values()]
+    hellos = [handshake.hello(transport, config, model_file, TARGET), *others.values()]
     warnings = handshake.compare(hellos)
     n_target = transport.size - config.n_draft_ranks
     heads = config.draft_heads(transport.size)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
+from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.layout import part_shares
-from ggpipe.llama import machine
+from ggpipe.llama import eagle3, machine, mtp
 from ggpipe.llama.eagle3 import HeadStage, TargetStates
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Membership
@@ -118,6 +119,11 @@ def stage_loader(
     return load
 
 
+def needs_of(config: EngineConfig, model: int, model_file: ModelFile) -> HeadNeeds | None:
+    """What the model of this id reads of the target. None where it reads nothing: it is no draft head."""
+    return mtp.needs_of(model_file) if config.is_mtp(model) else eagle3.needs_of(model_file)
+
+
 def head_loader(
     config: EngineConfig,
     transport: Transport,
@@ -126,14 +132,15 @@ def head_loader(
     target_states: TargetStates,
     warmup: bool = False,
 ) -> Callable[[OnProgress], Stage]:
-    """As `stage_loader`, for an EAGLE-3 head, which reads `target_states`."""
+    """As `stage_loader`, for an EAGLE-3 head or MTP layers, which read `target_states`."""
     part = config.part_of(model)
+    stage = mtp.MtpStage if config.is_mtp(model) else HeadStage
 
     def load(progress: OnProgress) -> Stage:
         if transport.ranks_on_host > config.n_draft_ranks:
             machine.yield_to_others()
         threads, n_prefixes = threads_of(config, transport, model), config.n_prefixes(part.context)
-        return HeadStage(model_file, part.model, part.context, threads, target_states, progress, n_prefixes, warmup)
+        return stage(model_file, part.model, part.context, threads, target_states, progress, n_prefixes, warmup)
 
     return load
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
@@ -33,7 +34,7 @@ from ggpipe.engine.stage_thread import (
 )
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.llama import machine
-from ggpipe.llama.eagle3 import TargetStates, needs_of
+from ggpipe.llama.eagle3 import TargetStates
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.vocab import Vocab
@@ -71,7 +72,7 @@ class Worker:
         self._prompt_cache: PromptCache | None = None
         self._prefix_files: PrefixFiles | None = None
         self._target_states: TargetStates | None = None
-        """What an EAGLE-3 head reads, on its rank."""
+        """What an EAGLE-3 head or MTP layers read, on their rank."""
 
     def serve(self) -> int:
         """Returns the exit code that the head gave."""
@@ -79,7 +80,7 @@ class Worker:
             model_file = ModelFile.open(self._config.part_of(self._model).model.path)
             self._prompt_cache = wiring.prompt_cache(self._config, self._transport)
             self._prefix_files = wiring.prefix_files(self._config, self._transport, self._model)
-            self._channel.send(HEAD, handshake.hello(self._transport, model_file, self._model))
+            self._channel.send(HEAD, handshake.hello(self._transport, self._config, model_file, self._model))
             match self._channel.receive().message:
                 case Quit(exit_code):
                     return exit_code
@@ -102,12 +103,15 @@ class Worker:
         leads = self._model != TARGET and rank == layout.head
         if leads:
             with contextlib.closing(Vocab(model_file, self._config.part_of(self._model).model)) as vocab:
-                self._channel.send(HEAD, DraftVocab(vocab.outline()))
+                outline = vocab.outline()
+                if self._config.is_mtp(self._model):
+                    outline = replace(outline, rolls_back=True)  # recurrent layers are not among them
+                self._channel.send(HEAD, DraftVocab(outline))
 
         def start(deliver: Callable[[RunNotice], None]) -> StageThread:
             stage = layout.stage_of(rank)
             group = wiring.membership(self._config, self._transport, stage.ranks)
-            if (needs := needs_of(model_file)) is not None:
+            if (needs := wiring.needs_of(self._config, self._model, model_file)) is not None:
                 self._target_states = TargetStates(needs.layers)
                 load = wiring.head_loader(
                     self._config, self._transport, model_file, self._model, self._target_states, order.warmup

@@ -11,7 +11,6 @@ The states of the target come from the ranks that compute them (`TargetStates`).
 from __future__ import annotations
 
 import collections
-import ctypes
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.messages import Row, Run, StateRef
 from ggpipe.errors import ModelError, RunError, Setting
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.layer_inputs import extension
+from ggpipe.llama.layer_inputs import LastStates
 from ggpipe.llama.layers import OnProgress
 from ggpipe.llama.libllama import last_error, lib
 from ggpipe.llama.stage import BoundaryTensors, Outcome, Stage
@@ -92,6 +91,7 @@ class HeadStage(Stage):
     """An EAGLE-3 head. It is a stage whose rows read states beside their tokens."""
 
     _is_head = True
+    _needs_of = staticmethod(needs_of)
 
     def __init__(
         self,
@@ -105,23 +105,22 @@ class HeadStage(Stage):
         warmup: bool = False,
     ) -> None:
         """As `Stage`. `target_states`: what rows read whose states are the target's."""
-        needs = needs_of(model_file)
+        needs = self._needs_of(model_file)
         assert needs is not None
         self._target_states = target_states
         self._own_states: collections.OrderedDict[int, States] = collections.OrderedDict()
         self._n_inputs = len(needs.layers) * needs.width
         super().__init__(
-            model_file, (0, model_file.n_layer), model, context, threads, progress, n_prefixes, warmup=warmup
+            model_file, self._layers_of(model_file), model, context, threads, progress, n_prefixes, warmup=warmup
         )
 
+    @staticmethod
+    def _layers_of(model_file: ModelFile) -> tuple[int, int]:
+        """First layer, and one past the last."""
+        return 0, model_file.n_layer
+
     def _dry_run(self) -> BoundaryTensors:
-        set_states = extension(
-            "_Z26llama_set_embeddings_nextnP13llama_contextbb", None, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool
-        )
-        self._get_states = extension(
-            "_Z26llama_get_embeddings_nextnP13llama_context", ctypes.POINTER(ctypes.c_float), ctypes.c_void_p
-        )
-        set_states(self._context, True, False)  # of all rows, whether or not they give logits
+        self._last_states = LastStates(self._context, of_all_rows=True)  # whether or not they give logits
         self._encode(np.zeros((1, self._n_inputs), np.float32))
         self._compute((Row(token=0, pos=0, seqs=(0,), request=0),), np.zeros((1, self._n_embd), np.float32), 0)
         self.forget_all()
@@ -197,4 +196,4 @@ class HeadStage(Stage):
 
     def _computed_states(self, n_rows: int) -> States:
         """The states of the last call's rows: a copy, (n_rows, width)."""
-        return np.ctypeslib.as_array(self._get_states(self._context), (n_rows, self._n_embd)).copy()
+        return self._last_states.of_run(n_rows, self._n_embd)

@@ -69,13 +69,15 @@ class ModelFile:
                 tensors[name] = TensorInfo(i, offset, n, kind)
             header_bytes.append(h.data_offset)
         model = cls(paths, header.metadata, header.array_lengths, tensors, tuple(header_bytes))
-        if not model.architecture or model.n_layer < 1:
+        if not model.architecture or model.n_blocks < 1:
             raise ModelError(f"{path} holds no language model (its header names no architecture or no layers)")
+        if model.n_layer < 1:
+            raise ModelError(f"{path} has no layers but those for multi-token prediction: give the whole model")
         if not tensors:
             raise ModelError(f"{path} has no weights, as files of a vocabulary alone: give a model's file")
-        if model.n_layer > _MAX_LAYERS:
+        if model.n_blocks > _MAX_LAYERS:
             raise ModelError(
-                f"{path} is damaged: its header counts {model.n_layer} layers, "
+                f"{path} is damaged: its header counts {model.n_blocks} layers, "
                 f"and libllama takes at most {_MAX_LAYERS}; copy it again"
             )
         return model
@@ -87,8 +89,21 @@ class ModelFile:
 
     @property
     def n_layer(self) -> int:
-        """Layers (blocks), those for multi-token prediction included; 0 when the header does not say."""
-        count = self.metadata.get(f"{self.architecture}.block_count", 0)
+        """Layers that compute the next token."""
+        return self.n_blocks - self.n_mtp
+
+    @property
+    def n_mtp(self) -> int:
+        """Layers for multi-token prediction (MTP), which follow those of `n_layer`. The file may lack their weights."""
+        return min(self._count("nextn_predict_layers"), self.n_blocks)
+
+    @property
+    def n_blocks(self) -> int:
+        """All layers; 0 when the header does not say."""
+        return self._count("block_count")
+
+    def _count(self, key: str) -> int:
+        count = self.metadata.get(f"{self.architecture}.{key}", 0)
         return count if isinstance(count, int) else 0
 
     @property

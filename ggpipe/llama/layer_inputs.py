@@ -1,4 +1,4 @@
-"""Inputs of a target's layers: the hidden states that draft heads read (`eagle3`).
+"""Inputs of a target's layers: the hidden states that draft heads read (`eagle3`), and MTP layers (`mtp`).
 
 libllama hands them out by functions of its llama-ext.h, for some architectures only: for others it ends the process
 when one is asked for.
@@ -42,12 +42,13 @@ def extension(name: str, result: Any, *arguments: Any) -> Any:
 class LayerInputs:
     """Inputs of some layers, as a context computes them in each run."""
 
-    def __init__(self, context: Any, layers: Sequence[int], width: int) -> None:
+    def __init__(self, context: Any, layers: Sequence[int], width: int, n_layer: int) -> None:
         """Has the context keep them from now on; an architecture that is not in `ARCHITECTURES` ends the process in the
         next run. `layers`: those whose inputs are computed, or come in, on this stage. `width`: of a state, in numbers.
+        `n_layer`: layers of the model, without MTP layers.
         """
         self.layers = tuple(layers)
-        self._context, self._width = context, width
+        self._context, self._width, self._of_mtp = context, width, input_of_mtp(n_layer)
         keep = extension(
             "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
             None,
@@ -58,19 +59,46 @@ class LayerInputs:
         self._get = extension(
             "_Z30llama_get_embeddings_layer_inpP13llama_contextj", _FLOATS, ctypes.c_void_p, ctypes.c_uint32
         )
+        self._last_states = LastStates(context, of_all_rows=True) if self._of_mtp in self.layers else None
         for layer in self.layers:
-            keep(context, layer, True)
+            if layer != self._of_mtp:
+                keep(context, layer, True)
 
     def of_run(self, n_rows: int) -> tuple[NDArray[np.float32], ...]:
         """For each layer, the states of the last run's rows, (n_rows, width): copies."""
         return tuple(
             np.ctypeslib.as_array(self._get(self._context, layer), (n_rows, self._width)).copy()
+            if self._last_states is None or layer != self._of_mtp
+            else self._last_states.of_run(n_rows, self._width)
             for layer in self.layers
         )
 
 
-def own_layers(wanted: Sequence[int], layers: tuple[int, int]) -> tuple[int, ...]:
+class LastStates:
+    """States that a context's last layer gives, for MTP layers or for drafting on."""
+
+    def __init__(self, context: Any, of_all_rows: bool) -> None:
+        """Has the context keep them from now on. `of_all_rows`: otherwise of rows that give logits."""
+        keep = extension(
+            "_Z26llama_set_embeddings_nextnP13llama_contextbb", None, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool
+        )
+        keep(context, True, not of_all_rows)
+        self._context = context
+        self._get = extension("_Z26llama_get_embeddings_nextnP13llama_context", _FLOATS, ctypes.c_void_p)
+
+    def of_run(self, n_rows: int, width: int) -> NDArray[np.float32]:
+        """The states of the last run's rows, (n_rows, width): a copy."""
+        return np.ctypeslib.as_array(self._get(self._context), (n_rows, width)).copy()
+
+
+def input_of_mtp(n_layer: int) -> int:
+    """The number that stands for the states that MTP layers read, among the layers of a model with `n_layer` others.
+    What these compute has the number `n_layer`; that may still be normalized."""
+    return n_layer + 1
+
+
+def own_layers(wanted: Sequence[int], layers: tuple[int, int], n_layer: int) -> tuple[int, ...]:
     """Which of the wanted inputs a stage of layers [first, last) has: what its layers compute, so that each belongs to
-    one stage, and on the first stage the embeddings."""
+    one stage, and on the first stage the embeddings. `n_layer`: as for `input_of_mtp`."""
     first, last = layers
-    return tuple(layer for layer in wanted if first < layer <= last or layer == first == 0)
+    return tuple(layer for layer in wanted if first < min(layer, n_layer) <= last or layer == first == 0)

@@ -92,7 +92,8 @@ def load_layers(
     in_group: bool,
     is_head: bool = False,
 ) -> Any:
-    """A `llama_model` with layers [first, last) on the stage's devices; hold `keep` as long.
+    """A `llama_model` with layers [first, last) on the stage's devices; hold `keep` as long. Layers from
+    `ModelFile.n_layer` on are MTP layers.
 
     `in_group`: other ranks compute them together with this one. `is_head`: it may be a draft head, which reads states
     of its target.
@@ -105,11 +106,13 @@ def load_layers(
             "generate text, and its embeddings are not supported; use a model with causal attention"
         )
     a, b = layers
-    is_last = b == file.n_layer
+    # The output layer counts as one more layer, after MTP layers, whose weights are only loaded where they draft.
+    n_all = file.n_blocks + 1
+    end = n_all if b >= file.n_layer else b
     params = model_params(config, keep)
+    params.load_mtp = a >= file.n_layer
     up, local, down = stage.devices()
-    # The output layer counts as one more layer, after the last.
-    counts = [(up, a), (local, b - a + is_last), (down, file.n_layer + (not is_last) - b)]
+    counts = [(up, a), (local, end - a), (down, n_all - end)]
     place_layers(params, counts, keep)
     mapped = config.load_mode in ("mmap", "mmap+mlock")
     mapping = _MappedFiles(file) if mapped or in_group else None

@@ -32,20 +32,22 @@ _STATES_SHARE = 8
 class ModelHeader:
     """Metadata by layer, and the tensors of each."""
 
-    def __init__(self, model_file: ModelFile) -> None:
+    def __init__(self, model_file: ModelFile, with_mtp: bool = False) -> None:
+        """`with_mtp`: MTP layers count as layers, after the others. Otherwise they are left out."""
         self._metadata = model_file.metadata
         self._prefix = model_file.architecture
         self._n_bytes = model_file.n_bytes
-        self.n_layer = model_file.n_layer
+        self.n_layer = model_file.n_blocks if with_mtp else model_file.n_layer
         self.width = self.number("embedding_length")
         self.layers: list[dict[str, TensorInfo]] = [{} for _ in range(self.n_layer)]
         """Tensors of each layer, by their names within it."""
         self.others: dict[str, TensorInfo] = {}
         for name, tensor in model_file.tensors.items():
             match = _LAYER.fullmatch(name)
-            if match and int(match[1]) < self.n_layer:
-                self.layers[int(match[1])][match[2]] = tensor
-            else:
+            layer = int(match[1]) if match else 0
+            if match and layer < self.n_layer:
+                self.layers[layer][match[2]] = tensor
+            elif layer < model_file.n_layer or layer >= model_file.n_blocks:
                 self.others[name] = tensor
 
     def number(self, key: str, default: int = 0) -> int:
@@ -86,6 +88,10 @@ class ModelHeader:
             return 0.0
         k, v = self._kv_width(layer)
         return k * number_bytes(cache_type_k) + (0 if self._is_latent else v * number_bytes(cache_type_v))
+
+    def expert_bytes(self, layer: int) -> int:
+        """Weights of a layer's experts, of which a token uses only some."""
+        return sum(tensor.size for name, tensor in self.layers[layer].items() if "_exps." in name)
 
     def state_bytes(self, layer: int) -> int:
         """A sequence's recurrent state in a layer (libllama's n_embd_s and n_embd_r)."""

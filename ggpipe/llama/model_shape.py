@@ -36,9 +36,7 @@ def shape_of(
     embedding = {name: tensor for name, tensor in header.others.items() if name not in output}
     if model_file.tied_output and "token_embd.weight" in embedding:
         output["token_embd.weight"] = embedding["token_embd.weight"]
-    expert_bytes = tuple(
-        n_bytes({name: tensor for name, tensor in tensors.items() if "_exps." in name}) for tensors in header.layers
-    )
+    expert_bytes = tuple(map(header.expert_bytes, layers))
     has_experts = any(expert_bytes)
     divided = divided_weights(model_file)
 

@@ -64,6 +64,7 @@ class Stage:
     """
 
     _is_head = False
+    _context_type = 0  # LLAMA_CONTEXT_TYPE_DEFAULT
 
     def __init__(
         self,
@@ -90,10 +91,11 @@ class Stage:
         """
         start(model.numa)
         a, b = layers
-        if not 0 <= a < b <= model_file.n_layer:
-            raise ValueError(f"layers {a} to {b} of {model_file.n_layer}")
+        if not 0 <= a < b <= model_file.n_blocks:
+            raise ValueError(f"layers {a} to {b} of {model_file.n_blocks}")
         self.layers = layers
-        self.is_first, self.is_last = a == 0, b == model_file.n_layer
+        # MTP layers read tokens, and give logits.
+        self.is_first, self.is_last = a in (0, model_file.n_layer), b >= model_file.n_layer
         self._file = model_file
         self.group, self._threads = group, threads
         if group:
@@ -117,8 +119,8 @@ class Stage:
                     self._native, model_file, layers, model, self._keep, progress, group is not None, self._is_head
                 )
                 self._open_context(model, context, threads, n_prefixes, saves_states)
-            own = own_layers(wanted_inputs, layers)
-            self._layer_inputs = LayerInputs(self._context, own, self._n_embd) if own else None
+            own = own_layers(wanted_inputs, layers, model_file.n_layer)
+            self._layer_inputs = LayerInputs(self._context, own, self._n_embd, model_file.n_layer) if own else None
             self.cut = self._dry_run()
             self.exact_in_company: bool = (
                 self._native.orders_cells and model_file.architecture not in _DIFFER_IN_COMPANY
@@ -146,7 +148,9 @@ class Stage:
         """See `ContextIds`."""
         self._pins, self._spare, n_seq = ids.pins, ids.spare, ids.n_seq
         logged_errors()
-        self._context = lib.llama_init_from_model(self._model, context_params(replace(config, n_seq=n_seq), *threads))
+        params = context_params(replace(config, n_seq=n_seq), *threads)
+        params.ctx_type = self._context_type
+        self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
             raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {last_error()}")
         apply_loras(self._model, self._context, model)

@@ -31,7 +31,8 @@ def engine_config(options: Options) -> EngineConfig:
     n_drafters = _n_drafters(options, speculation)
     serving = {"cache_prompt": False, "n_requests": 1, **options.fields(EngineConfig)}
     n_requests = serving["n_requests"]
-    drafts = draft_configs(options, _sequences(speculation.sequences, n_requests), speculation.branches)
+    n_seq = _sequences(speculation.sequences, n_requests)
+    drafts = draft_configs(options, n_seq, speculation.branches, uses_mtp(speculation))
     n_paths = (
         speculation.sequences + n_drafters - 1 if n_drafters else 1
     )  # each further drafter may propose a different token
@@ -54,6 +55,7 @@ def _sequences(n_each: int, n_requests: int) -> int:
 def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
     """Number of drafters per request. Raises UsageError if one is missing, or if a draft model has no use."""
     names, n_models = speculation.drafters, len(options[ModelSettings].drafts)
+    has_mtp = uses_mtp(speculation)
     if given_mode(options) in ("async", "speculative"):
         if names == ():
             raise SettingError(
@@ -64,7 +66,7 @@ def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
         if names is None:
             check_draft(options, Wording(Setting("mode"), f" {speculation.mode}"))
     if names is not None:
-        with_model = [name for name in names if name in registry.WITH_MODEL]
+        with_model = [name for name in names if name in registry.WITH_MODEL and name != registry.MTP]
         if with_model:
             what = "an EAGLE-3 head" if with_model == ["eagle3"] else "a draft model"
             check_draft(options, Wording(Setting("spec_type"), f" {with_model[0]}"), what)
@@ -74,7 +76,12 @@ def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
                 Wording("is not used with ", Setting("spec_type"), f" {','.join(names)}"),
                 "omit it, or add draft to the list",
             )
-    return registry.most_chosen(names, n_models)
+    return registry.most_chosen(names, n_models + has_mtp)
+
+
+def uses_mtp(speculation: SpeculationConfig) -> bool:
+    """Whether the target's MTP layers are to draft."""
+    return registry.MTP in (speculation.drafters or ())
 
 
 def check_draft(options: Options, what: str | Wording, needed: str = "a draft model") -> None:
@@ -93,20 +100,24 @@ def model_config(options: Options) -> ModelConfig:
     return ModelConfig(path=path, load_mode=options[LoadSettings].mode, loras=adapters, **fields)
 
 
-def draft_configs(options: Options, n_seq: int = 1, n_branches: int = 0) -> tuple[DraftConfig, ...]:
-    """The draft models, those with ranks of their own first.
+def draft_configs(
+    options: Options, n_seq: int = 1, n_branches: int = 0, has_mtp: bool = False
+) -> tuple[DraftConfig, ...]:
+    """The draft models, those with ranks of their own first. `has_mtp`: the target's MTP layers are one, after those
+    that have files.
 
-    They are loaded like the target, with contexts of the same size. RoPE settings, kernels and metadata are their own.
+    They are loaded like the target, with contexts of the same size. RoPE settings, kernels and metadata are their own,
+    but MTP layers have the target's.
     """
     paths, target, given = options[ModelSettings].drafts, options[ContextConfig], options[RankSettings].layer_split
     splits = given[1:] if given is not None and given != "auto" else ()
-    if len(splits) > max(len(paths), 1):
+    if len(splits) > max(len(paths) + has_mtp, 1):
         raise SettingError(
             "layer_split",
             Wording(f"has ranks for {len(splits)} draft models, but ", Setting("draft.model"), f" names {len(paths)}"),
             "name each draft model",
         )
-    if splits:
+    if splits and not has_mtp:
         check_draft(options, "a split with ranks after the /")
     fields = {name: value for name, value in options.fields(ModelConfig).items() if name in ("repack", "numa")}
     mode = options[LoadSettings].mode
@@ -115,13 +126,14 @@ def draft_configs(options: Options, n_seq: int = 1, n_branches: int = 0) -> tupl
         cache_type_k=target.cache_type_k, cache_type_v=target.cache_type_v, flash_attn=target.flash_attn,
         fast_kernels=target.fast_kernels,
     )  # fmt: skip
+    own = options.fields(DraftConfig)
     drafts = [
-        DraftConfig(
-            model=ModelConfig(path=path, load_mode=mode, **fields), context=context, layer_split=split,
-            **options.fields(DraftConfig),
-        )
-        for path, split in itertools.zip_longest(paths, splits)
-    ]  # fmt: skip
+        DraftConfig(model=ModelConfig(path=path, load_mode=mode, **fields), context=context, **own) for path in paths
+    ]
+    if has_mtp:
+        model, context = replace(model_config(options), loras=()), replace(target, n_seq=n_seq, n_branches=n_branches)
+        drafts.append(DraftConfig(model=model, is_mtp=True, context=replace(context, exact=False), **own))
+    drafts = [replace(draft, layer_split=split) for draft, split in itertools.zip_longest(drafts, splits)]
     return tuple(sorted(drafts, key=lambda draft: draft.layer_split is None))
 
 

@@ -94,8 +94,8 @@ class ProfiledRank:
         """Facts about this rank's machine and models."""
         transport, draft_file = self._channel.transport, self._draft_file
         return ProfileHello(
-            target=handshake.hello(transport, self._file, TARGET),
-            draft=handshake.hello(transport, draft_file, FIRST_DRAFT) if draft_file is not None else None,
+            target=handshake.hello(transport, self.config, self._file, TARGET),
+            draft=handshake.hello(transport, self.config, draft_file, FIRST_DRAFT) if draft_file is not None else None,
             cores=wiring.machine_cores(transport),
             threads=wiring.threads_of(self.config, transport, TARGET),
             memory_bytes=machine.available_bytes(),

@@ -40,7 +40,7 @@ from ggpipe.core.messages import Restored
 from ggpipe.errors import RunError, Wording
 from ggpipe.transport.base import HEAD, Payload
 
-VERSION = 13
+VERSION = 14
 """Version of the format. Increment it whenever a message changes."""
 
 
@@ -70,8 +70,10 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     cpu_features: tuple[str, ...]
     memory_bytes: int
     """Available on its machine, before anything is loaded."""
+    kind: str
+    """The kind of the model's drafter if it is not the target, as in `core.drafters.registry`."""
     head_needs: HeadNeeds | None = None
-    """Requirements of an EAGLE-3 head; None: the model is no head."""
+    """Requirements of an EAGLE-3 head or MTP layers; None: the model is neither."""
 
 
 class LoadLayers(ControlMessage, frozen=True):

@@ -46,7 +46,7 @@ ELSEWHERE = {  # fields that no row sets: the command line has them in another f
     ModelConfig: {"path", "load_mode", "loras"},
     ContextConfig: {"n_seq", "n_branches", "n_states"},
     PipelineConfig: {"layer_split", "auto"},
-    DraftConfig: {"model", "context", "layer_split"},
+    DraftConfig: {"model", "is_mtp", "context", "layer_split"},
     SamplingConfig: {
         "min_keep", "n_probs", "post_sampling_probs", "grammar", "json_schema", "call_grammar", "reasoning_marks",
     },
@@ -250,7 +250,7 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         (lambda: engine_config.engine_config(given("--mpi-layer-split 1/1")), "ranks after the / needs a draft model"),
         (
             lambda: given("--spec-type a"),
-            "`spec_type` a: name one or more of draft, eagle3, ngram, separated",
+            "`spec_type` a: name one or more of draft, eagle3, mtp, ngram, separated",
         ),
         (
             lambda: engine_config.engine_config(given("--spec-type draft")),
@@ -259,6 +259,18 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         (
             lambda: engine_config.engine_config(given("--spec-type draft-eagle3")),
             "`spec_type` eagle3 needs an EAGLE-3 head: name one with",
+        ),
+        (
+            lambda: engine_config.engine_config(given("--spec-type draft-mtp -md d")),
+            "`draft.model` is not used with `spec_type` mtp: omit it, or add draft",
+        ),
+        (
+            lambda: engine_config.engine_config(given("--spec-type draft-mtp --mpi-layer-split 1/1/1")),
+            "`layer_split` has ranks for 2 draft models",
+        ),
+        (
+            lambda: engine_config.engine_config(given("--spec-type draft-mtp --mpi-layer-split auto")),
+            "`layer_split` auto does not plan for MTP layers: give shares",
         ),
         (lambda: engine_config.engine_config(given("--spec-type none --mode async")), "`spec_type` is none: name one"),
         (lambda: engine_config.engine_config(given("--spec-type ngram -md d")), "`draft.model` is not used with"),
@@ -328,6 +340,27 @@ def test_the_draft_is_loaded_as_the_target_and_keeps_its_own_positions() -> None
     assert draft.context == ContextConfig(n_ctx=99, cache_type_k="q8_0", n_branches=128)
     assert config.pipeline == PipelineConfig(LayerSplit((0.5, 0.5)), (1, 2, 3))
     assert (draft.layer_split, draft.threads, draft.threads_batch) == (LayerSplit((1.0,)), 5, -1)
+
+
+def test_mtp_layers_are_a_part_of_the_target() -> None:
+    line = "--spec-type draft-mtp --exact -ctk f32 --lora a --rope-freq-base 5 --mpi-layer-split 0.5,0.5/1.0 -td 3"
+    config = engine_config.engine_config(given(line))
+    (own,) = config.drafts
+    assert own.is_mtp
+    assert own.layer_split == LayerSplit((1.0,))
+    assert own.model == dataclasses.replace(config.model, loras=())
+    assert (own.context.rope_freq_base, own.context.cache_type_k, own.context.exact, own.threads) == (
+        5,
+        "f32",
+        False,
+        3,
+    )
+    assert config.is_mtp(1)
+    assert not config.is_mtp(0)
+    several = engine_config.engine_config(given("-md d --spec-type draft,mtp,ngram --mpi-layer-split 1/0.5,0.5/1"))
+    assert [(draft.is_mtp, draft.n_ranks) for draft in several.drafts] == [(False, 2), (True, 1)]
+    (inside,) = engine_config.engine_config(given("--spec-type mtp")).drafts
+    assert inside.layer_split is None
 
 
 def test_draft_models_with_ranks_come_first() -> None:

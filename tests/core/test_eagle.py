@@ -1,4 +1,4 @@
-"""A draft head's drafter: which states its rows read, and what it sends, with messages in any order."""
+"""The drafter of a draft head, and of MTP layers: which states its rows read, and what it sends, in any order."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, MicroBatch
 from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ForgetStates, StatesArrived, ToHead
 from ggpipe.core.drafters.eagle import EagleHead
+from ggpipe.core.drafters.mtp import MtpLayers
 from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun, Tick
 from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run, StateRef
 from ggpipe.core.request import Limits
@@ -76,9 +77,9 @@ class Target:
 class Driven:
     """The drafter over a fake pipeline."""
 
-    def __init__(self, target: Target, model: FakeDraftModel) -> None:
+    def __init__(self, target: Target, model: FakeDraftModel, head: type[EagleHead] = EagleHead) -> None:
         limits = Limits(n_ctx=200, n_batch=6, n_ubatch=6, n_in_flight=2, n_seq=24, n_requests=2, n_prefixes=2)
-        self.drafter = EagleHead(3, DraftPipeline(limits=limits))
+        self.drafter = head(3, DraftPipeline(limits=limits))
         self.target, self.model = target, model
         self.pipeline = FakePipeline(1, 200, 24, 6, self._answer)
         self.known: dict[int, Tokens] = {}
@@ -147,7 +148,7 @@ class Driven:
         self.pipeline.submit(run)
         for row, (request, history) in zip(run.rows, self.pipeline.rows_of[run.id], strict=True):
             text = self.known[request]
-            shift = int(self.target.n_prompt[request] > 1)
+            shift = int(self.target.n_prompt[request] > 1 and not isinstance(self.drafter, MtpLayers))
             if row.pos < len(text) - shift:
                 assert history == text[shift : shift + row.pos + 1]
                 self._reads_the_targets(row, request, row.pos + shift - 1)
@@ -182,13 +183,14 @@ class Driven:
                 self.numbers[batch.request, expansion.first + i] = (*path, token)
 
 
+@pytest.mark.parametrize("head", [EagleHead, MtpLayers])
 @pytest.mark.parametrize("speculation", MODES, ids=["best-first", "chains", "speculative", "two branches"])
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**9), agreement=st.sampled_from([0.0, 0.6, 1.0]))
-def test_any_order(speculation: SpeculationConfig, seed: int, agreement: float) -> None:
+def test_any_order(head: type[EagleHead], speculation: SpeculationConfig, seed: int, agreement: float) -> None:
     chances = random.Random(seed)
     target = Target()
-    driven = Driven(target, FakeDraftModel(FakeModel(9, seed), agreement))
+    driven = Driven(target, FakeDraftModel(FakeModel(9, seed), agreement), head)
 
     def play(n: int) -> None:
         for _ in range(n):

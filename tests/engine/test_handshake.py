@@ -28,7 +28,7 @@ from ggpipe.transport.local import LocalWorld
 CONFIG = EngineConfig(ModelConfig(path=TARGET), ContextConfig(n_ctx=1024))
 FILE = ModelFile.open(TARGET)
 LAYOUT = lay_out(FILE.n_layer, 2, None)
-HELLO = hello(LocalWorld(1).transports[0], FILE, model=0)
+HELLO = hello(LocalWorld(1).transports[0], CONFIG, FILE, model=0)
 MEMORY = [memory.total for memory in memory_by_rank(shape_of(FILE), LAYOUT, [], 1024, CONFIG.context.n_ubatch).values()]
 
 

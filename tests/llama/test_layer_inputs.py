@@ -18,7 +18,7 @@ from support.reference import run_of
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.layer_inputs import ARCHITECTURES, own_layers
+from ggpipe.llama.layer_inputs import ARCHITECTURES, input_of_mtp, own_layers
 from ggpipe.llama.stage import Stage
 
 CONTEXT = ContextConfig(n_ctx=64, exact=True)
@@ -49,8 +49,8 @@ def inputs(path: Path, edges: tuple[int, ...], wanted: tuple[int, ...]) -> dict[
 
 def test_each_layer_belongs_to_one_stage() -> None:
     edges = (0, 3, 6, 8)
-    own = [own_layers(range(8), layers) for layers in itertools.pairwise(edges)]
-    assert own == [(0, 1, 2, 3), (4, 5, 6), (7,)]
+    own = [own_layers((*range(8), input_of_mtp(8)), layers, 8) for layers in itertools.pairwise(edges)]
+    assert own == [(0, 1, 2, 3), (4, 5, 6), (7, input_of_mtp(8))]
 
 
 @pytest.mark.parametrize("edges", [(0, 4, 8), (0, 3, 6, 8), (0, 2, 4, 6, 8)])

@@ -10,6 +10,7 @@ that suits all architectures, and what one of them wants otherwise. The weights 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import llama_cpp
@@ -21,6 +22,7 @@ from support.zoo import N_VOCAB_TEST, Value, ggml_base, set_value, weights_of
 
 WIDTH, N_HEAD, N_FF = 768, 6, 768
 HEAD = WIDTH // N_HEAD
+Change = Callable[[str, NDArray[np.float32]], NDArray[np.float32]]
 
 _MOE = frozenset(
     """
@@ -77,8 +79,18 @@ _LAYERS = {"gemma4": 5, "gemma3n": 22, "deepseek4": 4, "hrm_text": 6, "llama4": 
 _LARGE_VOCABULARY = {"chameleon": 10240, "qwen3tts": 3072}
 
 
-def write(name: str, path: Path, seed: int = 1) -> Path:
+def write(
+    name: str,
+    path: Path,
+    seed: int = 1,
+    *,
+    n_layer: int | None = None,
+    n_mtp: int = 0,
+    change: Change = lambda _name, data: data,
+) -> Path:
     """Write a model to `path` unless that exists. `name`: of ARCHITECTURES, or of WITH_EXPERTS_TOO with `+experts`.
+    `n_layer`: None: as few as it takes. `n_mtp`: MTP layers after the others. `change` gets the name of each tensor,
+    and its values in one dimension.
 
     Raises RuntimeError when libllama cannot build it. Some metadata that do not fit end the process.
     """
@@ -87,7 +99,7 @@ def write(name: str, path: Path, seed: int = 1) -> Path:
     start()
     base = ggml_base()
     meta, file = base.gguf_init_empty(), base.gguf_init_empty()
-    for key, value in metadata(name).items():
+    for key, value in metadata(name, n_layer, n_mtp).items():
         if isinstance(value, np.ndarray):
             base.gguf_set_arr_data(meta, key.encode(), 10, value.ctypes.data, value.size)
         else:
@@ -101,6 +113,7 @@ def write(name: str, path: Path, seed: int = 1) -> Path:
         data = weights_of(tensor_name, n, base.ggml_nrows(tensor), seed, 1.0)
         if name == "gemma4" and tensor_name.endswith("attn_q_norm.weight"):
             data /= 10  # it does not scale scores otherwise, and large ones make every rounding matter
+        data = change(tensor_name, data)
         raw = data if n_bytes == data.nbytes else data.astype(np.float16)
         base.ggml_backend_tensor_set(tensor, raw.ctypes.data, 0, n_bytes)
         # scales of NVFP4 weights: optional, and at random values they switch layers off
@@ -111,6 +124,7 @@ def write(name: str, path: Path, seed: int = 1) -> Path:
     callback = llama_cpp.llama_model_set_tensor_data_t(fill)
     params = llama_cpp.llama_model_default_params()
     params.use_extra_bufts = False
+    params.load_mtp = n_mtp > 0
     built = llama_cpp.llama_model_init_from_user(meta, callback, None, params)
     base.gguf_free(meta)
     if built is None:
@@ -121,10 +135,10 @@ def write(name: str, path: Path, seed: int = 1) -> Path:
     return path
 
 
-def metadata(name: str) -> dict[str, Value | NDArray[np.uint64]]:
+def metadata(name: str, n_layer: int | None = None, n_mtp: int = 0) -> dict[str, Value | NDArray[np.uint64]]:
     """Of a model of this name, see `write`."""
     arch, _, more = name.partition("+")
-    n_layer = _LAYERS.get(arch, 2)
+    n_layer = (n_layer or _LAYERS.get(arch, 2)) + n_mtp
     n_vocab = _LARGE_VOCABULARY.get(arch, N_VOCAB_TEST)
     n_kv = 1 if arch in _LATENT else N_HEAD
     heads: Value = N_HEAD
@@ -212,6 +226,10 @@ def metadata(name: str) -> dict[str, Value | NDArray[np.uint64]]:
     if arch in _DELTA_NET:
         of_arch |= {"attention.key_length": 256, "attention.value_length": 256, "attention.head_count_kv": N_HEAD // 2}
     of_arch |= _special(arch, n_layer, n_vocab)
+    if n_mtp:
+        of_arch["nextn_predict_layers"] = n_mtp
+        if arch == "glm4moe":  # with them it is a model that reads images, whose MTP layers libllama cannot compute
+            del of_arch["rope.dimension_sections"]
     activations = {f"xielu.{key}": value for key, value in _XIELU.items()}
     vocabulary: dict[str, Value] = {
         "tokenizer.ggml.model": "test",
@@ -239,7 +257,7 @@ def _special(arch: str, n_layer: int, n_vocab: int) -> dict[str, Value | NDArray
         case "minimax-m3":
             return {"rope.dimension_count": 64, "attention.indexer.head_count": N_HEAD}
         case "nemotron_h" | "nemotron_h_moe":
-            return {"feed_forward_length": [0, 0, N_FF]}
+            return {"feed_forward_length": [0, 0, *[N_FF] * (n_layer - 2)]}
         case "rwkv7" | "arwkv7":
             ranks = ("decay", "iclr", "value_residual_mix", "gate")
             more: dict[str, Value] = {"token_shift_count": 1} if arch == "arwkv7" else {}
@@ -279,8 +297,8 @@ def _special(arch: str, n_layer: int, n_vocab: int) -> dict[str, Value | NDArray
         case "bailingmoe3":
             return {
                 "rope.dimension_sections": [8, 12, 12, 0],
-                "swiglu_clamp_exp": [0.0, 4.0],
-                "swiglu_clamp_shexp": [0.0, 5.0],
+                "swiglu_clamp_exp": [0.0, *[4.0] * (n_layer - 1)],
+                "swiglu_clamp_shexp": [0.0, *[5.0] * (n_layer - 1)],
             }
         case "dots3note":
             return {

@@ -20,12 +20,15 @@ _FLOATS = ctypes.POINTER(ctypes.c_float)
 _INTS = ctypes.POINTER(ctypes.c_int32)
 
 
-class _Whole:
+class Whole:
     """A whole model and a context of one sequence."""
 
-    def __init__(self, path: Path) -> None:
-        self.model: Any = lib.llama_model_load_from_file(os.fsencode(path), lib.llama_model_default_params())
-        params = lib.llama_context_default_params()
+    def __init__(self, path: Path, load_mtp: bool = False, mtp_of: Any = None) -> None:
+        """`load_mtp`: with its MTP layers. `mtp_of`: the loaded model, for a context of these."""
+        model_params, params = lib.llama_model_default_params(), lib.llama_context_default_params()
+        model_params.load_mtp = load_mtp
+        self.model: Any = mtp_of or lib.llama_model_load_from_file(os.fsencode(path), model_params)
+        params.ctx_type = int(mtp_of is not None)
         params.n_ctx = params.n_batch = params.n_ubatch = 512
         params.n_threads = params.n_threads_batch = 1
         params.flash_attn_type = 1
@@ -52,8 +55,11 @@ class _Whole:
 
     def best(self) -> int:
         """The most probable token after a batch of one."""
-        logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, 0), (self.n_vocab,))
-        return int(logits.argmax())
+        return int(self.logits().argmax())
+
+    def logits(self) -> States:
+        """After a batch of one: (n_vocab,)."""
+        return np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, 0), (self.n_vocab,)).copy()
 
 
 class PlainHead:
@@ -62,10 +68,12 @@ class PlainHead:
     def __init__(self, target: Path, head: Path) -> None:
         start()
         with reference_kernels():
-            self._target = _Whole(target)
-        self._head = _Whole(head)
+            self._target = Whole(target)
+        self._head = Whole(head)
         layers = extension("_Z28llama_model_target_layer_idsPK11llama_model", _INTS, ctypes.c_void_p)(self._head.model)
-        self._inputs = LayerInputs(self._target.context, [int(layers[i]) for i in range(3)], self._target.n_embd)
+        n_layer = int(lib.llama_model_n_layer(self._target.model))
+        wanted = [int(layers[i]) for i in range(3)]
+        self._inputs = LayerInputs(self._target.context, wanted, self._target.n_embd, n_layer)
         extension(
             "_Z26llama_set_embeddings_nextnP13llama_contextbb", None, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool
         )(self._head.context, True, False)

@@ -67,6 +67,7 @@ HELLO = Hello(
     libllama="b1",
     cpu_features=("avx2", "fma"),
     memory_bytes=8_000_000_000,
+    kind="draft",
 )
 
 

@@ -103,6 +103,9 @@ class _HeadState(DraftState):
 class EagleHead(DraftModel):
     """The drafter (see the module's docstring), for any number of requests."""
 
+    _shift = 1
+    """See `_HeadState.shift`."""
+
     def __init__(self, drafter: int, pipeline: DraftPipeline) -> None:
         """As `DraftModel`. Nothing is restored from files, and nothing saved."""
         super().__init__(drafter, replace(pipeline, restored=None))
@@ -178,8 +181,9 @@ class EagleHead(DraftModel):
     # The text
 
     def _begin(self, begin: BeginDrafting) -> None:
-        shift = 1 if len(begin.prompt) > 1 else 0
-        begin = replace(begin, prompt=begin.prompt[shift:], cache_prompt=begin.cache_prompt and shift > 0)
+        shift = min(self._shift, len(begin.prompt) - 1)
+        cache_prompt = begin.cache_prompt and shift == self._shift
+        begin = replace(begin, prompt=begin.prompt[shift:], cache_prompt=cache_prompt)
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
         state = _HeadState.of(begin, prefix)
         state.shift, state.n_known = shift, max(prefix.n_tokens, 1 - shift)

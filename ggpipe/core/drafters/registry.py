@@ -19,11 +19,15 @@ def _made_by(module: str, name: str) -> Callable[..., Any]:
     return make
 
 
+MTP = "mtp"
+"""The kind whose model is the target itself."""
 WITH_MODEL: Mapping[str, Callable[[int, DraftPipeline], Drafter]] = {
     "draft": _made_by("draft_model", "DraftModel"),
     "eagle3": _made_by("eagle", "EagleHead"),
+    MTP: _made_by("mtp", "MtpLayers"),
 }
-"""Made with the id of the drafter. Each loaded draft model has one, by its architecture (`kind_of`)."""
+"""Made with the id of the drafter. Each loaded draft model has one, by its architecture (`kind_of`), and so have a
+target's MTP layers."""
 
 WITHOUT_MODEL: Mapping[str, Callable[[int], TextDrafter]] = {
     "ngram": _made_by("ngram", "Ngrams"),
@@ -33,6 +37,7 @@ WITHOUT_MODEL: Mapping[str, Callable[[int], TextDrafter]] = {
 _ALIASES = {
     "draft-simple": "draft",
     "draft-eagle3": "eagle3",
+    "draft-mtp": MTP,
     "ngram-simple": "ngram",
     "ngram-map-k": "ngram",
     "ngram-map-k4v": "ngram",
@@ -67,7 +72,8 @@ def chosen(names: Sequence[str] | None, models: Sequence[str]) -> tuple[int, ...
 
 
 def most_chosen(names: Sequence[str] | None, n_models: int) -> int:
-    """How many drafters a request that names these may have, in an engine with draft models of any kind."""
+    """How many drafters a request that names these may have, in an engine with draft models of any kind, MTP layers
+    among them."""
     if names is None:
         return len(chosen(None, (*WITH_MODEL,)[:1] * n_models))
     return n_models * any(name in WITH_MODEL for name in names) + sum(name in WITHOUT_MODEL for name in names)

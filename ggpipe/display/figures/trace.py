@@ -37,7 +37,13 @@ TraceEvent = dict[str, Any]
 
 _MODELS, _TOKENS = 1, 99  # tracks of a rank: one per model, by id
 _CANCELLED, _WAITING, _DRAFTED = "terrible", "grey", "good"  # names that chrome://tracing has colours for
-_COLOURS = {"draft model 2": "rail_response", "eagle3": "rail_animation", "ngram": "yellow", SEVERAL: "olive"}
+_COLOURS = {
+    "draft model 2": "rail_response",
+    "eagle3": "rail_animation",
+    "mtp": "rail_animation",
+    "ngram": "yellow",
+    SEVERAL: "olive",
+}
 """Of tokens by origin; others have the first draft model's."""
 
 
