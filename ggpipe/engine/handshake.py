@@ -15,9 +15,8 @@ from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.layout import Layout
 from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, Setting, Wording
 from ggpipe.llama import machine
-from ggpipe.llama.eagle3 import needs_of
+from ggpipe.llama.eagle3 import head_misfit, needs_of
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.layer_inputs import ARCHITECTURES
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import BoundaryTensors
 from ggpipe.transport.base import Transport
@@ -91,23 +90,8 @@ def check_heads(
         names = " and ".join(name for name, *_ in found)
         raise ModelError(Setting("draft.model"), f" names several EAGLE-3 heads ({names}): give one")
     name, needs, draft_layout = found[0]
-    architecture = model_file.architecture
-    width = model_file.metadata.get(f"{architecture}.embedding_length")
-    problem: str | Wording = ""
-    if architecture not in ARCHITECTURES:
-        problem = (
-            f"libllama does not hand out the hidden states of '{architecture}' models: take a draft model of the same "
-            "family instead"
-        )
-    elif needs.width != width:
-        problem = f"it is a head for models of width {needs.width}, and this one's is {width}: take a head made for it"
-    elif not all(0 <= layer < model_file.n_layer for layer in needs.layers):
-        layers = ", ".join(map(str, needs.layers))
-        problem = f"it reads the inputs of layers {layers}, and the model has {model_file.n_layer} layers"
-    elif not needs.has_embeddings or not needs.has_output:
-        what = "token embeddings" if not needs.has_embeddings else "output layer"
-        problem = f"it has no {what} of its own, and cannot read the model's: convert it with them"
-    elif layout.group_sizes or draft_layout.group_sizes:
+    problem: str | Wording = head_misfit(needs, model_file)
+    if not problem and (layout.group_sizes or draft_layout.group_sizes):
         problem = Wording(
             "EAGLE-3 heads do not work with groups: give each rank its own share in ", Setting("layer_split")
         )

@@ -151,6 +151,16 @@ COMMANDS: tuple[Command, ...] = (
         required=frozenset({"cluster"}),
     ),
     Command(
+        name="pairs",
+        help="""Tell which draft models and EAGLE-3 heads fit a target model.
+
+        Reads only the headers of -m or -hf and of each -md and -hfd: tokenizers and vocabularies must agree; a head must
+        have the target's width. The exit code is 1 if none fits.
+        """,
+        records=(settings.ModelSettings, HubSettings),
+        required=frozenset({"model"}),
+    ),
+    Command(
         name="plan",
         help="""Find the fastest way to run a model on a cluster: layers per machine, place of the draft model, flags.
 
