@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from ggpipe._version import __version__
-from ggpipe.cluster.memory import USABLE, memory_by_rank
+from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
@@ -112,19 +112,8 @@ def check_memory(
     `hellos`: as for `compare`. `draft_layouts`: of the config's draft models. A draft model counts where this rank has
     its file as well.
     """
-    context = config.context
-    types = (context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
-    n_prefixes = config.n_prefixes(context)
-    drafts: list[tuple[ModelShape, Layout | None]] = []
-    for draft, draft_layout in zip(config.drafts, draft_layouts, strict=True):
-        with contextlib.suppress(ModelError):
-            shape = shape_of(ModelFile.open(draft.model.path), *types, draft.context.n_seq, n_prefixes)
-            drafts.append((shape, draft_layout))
-    target = shape_of(model_file, *types, context.n_seq, n_prefixes, context.n_states)
-    tensor_split = config.pipeline.tensor_split
-    needs = memory_by_rank(target, layout, drafts, context.n_ctx, context.n_ubatch, tensor_split)
     needed_bytes: dict[str, float] = {}
-    for rank, memory in needs.items():
+    for rank, memory in needs_by_rank(config, model_file, layout, draft_layouts).items():
         host = hellos[rank].host
         needed_bytes[host] = needed_bytes.get(host, 0.0) + memory.total
     for host, needed in needed_bytes.items():
@@ -137,6 +126,23 @@ def check_memory(
                 " or ",
                 Setting("n_ubatch"),
             )
+
+
+def needs_by_rank(
+    config: EngineConfig, model_file: ModelFile, layout: Layout, draft_layouts: Sequence[Layout]
+) -> dict[int, Memory]:
+    """Memory of each rank. The arguments are those of `check_memory`."""
+    context = config.context
+    types = (context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
+    n_prefixes = config.n_prefixes(context)
+    drafts: list[tuple[ModelShape, Layout | None]] = []
+    for draft, draft_layout in zip(config.drafts, draft_layouts, strict=True):
+        with contextlib.suppress(ModelError):
+            shape = shape_of(ModelFile.open(draft.model.path), *types, draft.context.n_seq, n_prefixes)
+            drafts.append((shape, draft_layout))
+    target = shape_of(model_file, *types, context.n_seq, n_prefixes, context.n_states)
+    tensor_split = config.pipeline.tensor_split
+    return memory_by_rank(target, layout, drafts, context.n_ctx, context.n_ubatch, tensor_split)
 
 
 def check_cuts(cuts: list[BoundaryTensors], architecture: str) -> None:
