@@ -214,6 +214,9 @@ class EngineOptions(RequestOptions, total=False):
     'f32'."""
     rank_timeout_s: float
     """Stop the job if a rank sends nothing for this many seconds (0 = never). Default: 30.0."""
+    launch_timeout_s: float
+    """Name machines that have not answered after this many seconds when ranks are started. On machines that have, ranks
+    may take 60 times as long to start. Default: 10.0."""
     restart: int
     """Restart ranks that died, at most N times in ten minutes, and continue where generation stopped. Layers of
     unreachable machines move to the others. Default: 0."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,14 +20,15 @@ from ggpipe.launch.hostfile import hosts_of
 from ggpipe.launch.job import Job, jobs_again
 from ggpipe.launch.mpirun import RankProcesses
 from ggpipe.launch.placement import listed
-from ggpipe.launch.reach import unreachable
+from ggpipe.launch.reach import described, faults, unreachable
 from ggpipe.stats.records import RankStats
 
 _TICK_S = 0.1
 _LAST_LOOKS = 5  # for a rank that has reported and ended
 _LEAVE_S = 1.0  # when a rank is lost
 _STARTS_WITHIN, _STARTS_WITHIN_S = 4, 60.0  # rank timeouts, but at least this many seconds; then the start is repeated
-_FIRST_WITHIN_S = 600.0  # a network file system may be slow; mpirun would wait forever for a lost machine
+_FIRST_WITHIN = 60  # launch timeouts: a network file system may be slow; mpirun would wait forever for a lost machine
+_LOOK_AFTER = 0.3  # launch timeouts: then machines are looked for that do not answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,11 @@ def supervised(
     `on_begin` is called before anything is started. Must not be used in a rank (`environment.is_rank`). Raises
     LaunchError, and the error if the ranks cannot start.
     """
-    timeout_s = first.settings.config.pipeline.rank_timeout_s
+    pipeline = first.settings.config.pipeline
+    timeout_s, launch_s = pipeline.rank_timeout_s, pipeline.launch_timeout_s
 
     def way(job: Job, is_first: bool = False) -> StartMethod:
-        least_s = _FIRST_WITHIN_S if is_first else _STARTS_WITHIN_S
+        least_s = _FIRST_WITHIN * launch_s if is_first else _STARTS_WITHIN_S
         limit_s = max(_STARTS_WITHIN * timeout_s, least_s) if timeout_s else math.inf
 
         def on_error(error: GgpipeError) -> None:
@@ -64,7 +67,8 @@ def supervised(
                 user.report(error)
 
         def start(own: Supervisor) -> contextlib.AbstractContextManager[RemoteRanks]:
-            ranks = started(job, timeout_s, own.attend, user, limit_s, on_error, own.ranks)
+            attend = _Lookout(job, launch_s, own.attend) if is_first else own.attend
+            ranks = started(job, timeout_s, attend, user, limit_s, on_error, own.ranks)
             return _looking_for_hosts(ranks, job, own.attend) if is_first else ranks
 
         return StartMethod(start, job.line)
@@ -89,7 +93,11 @@ def _looking_for_hosts(
         try:
             own = stack.enter_context(ranks)
         except HostError as e:
-            hosts = list(dict.fromkeys(job.slots[: job.n_ranks]))
+            if not e.report:  # the lookout knows which ones
+                raise LaunchError(e) from e
+            hosts = job.first_hosts
+            if found := faults(hosts, job.settings.config.pipeline.launch_timeout_s, attend):
+                raise LaunchError(described(found)) from e
             away = unreachable(hosts, attend)
             if not away:
                 raise RankError(e) from e
@@ -100,6 +108,29 @@ def _looking_for_hosts(
                 "check its name, that it is running, and that ssh logs in without a password"
             ) from e
         yield own
+
+
+class _Lookout:
+    """To be called while ranks start: looks once, in a thread, for machines that do not answer."""
+
+    def __init__(self, job: Job, limit_s: float, attend: Callable[[], None]) -> None:
+        self._job, self._limit_s, self._attend = job, limit_s, attend
+        self._look_at = time.monotonic() + _LOOK_AFTER * limit_s
+        self._thread: threading.Thread | None = None
+        self._faults: dict[str, str] = {}
+
+    def __call__(self) -> None:
+        """Raises HostError if machines do not answer, and what `attend` raises."""
+        self._attend()
+        if self._thread is None and time.monotonic() > self._look_at:
+            self._thread = threading.Thread(target=self._look, name="lookout", daemon=True)
+            self._thread.start()
+        if self._faults:
+            raise HostError(described(self._faults))
+
+    def _look(self) -> None:
+        with contextlib.suppress(GgpipeError):
+            self._faults = faults(self._job.first_hosts, (1 - _LOOK_AFTER) * self._limit_s, lambda: None)
 
 
 @contextlib.contextmanager

@@ -68,7 +68,9 @@ def tell_others(models: Sequence[Sequence[Path]], hosts: Sequence[str]) -> None:
 
 
 def _needs_no_weights(command: Command, options: Options) -> bool:
-    return command.name == "simulate" or (command.name == "plan" and options[ClusterSettings].path is not None)
+    return command.name in ("simulate", "pairs") or (
+        command.name == "plan" and options[ClusterSettings].path is not None
+    )
 
 
 def _header(hub: Hub, text: str, file: str | None, is_draft: bool) -> tuple[tuple[Path, ...], bool]:

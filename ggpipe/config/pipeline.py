@@ -30,6 +30,9 @@ class PipelineConfig:
     """After the ranks have started, measure them and plan the split, and whether the last rank drafts."""
     rank_timeout_s: float = 30.0
     """End the job if a rank sends nothing for this many seconds; 0: never."""
+    launch_timeout_s: float = 10.0
+    """Name machines that have not answered after this many seconds when ranks are started. Ranks may take 60 times as
+    long to start on machines that have."""
     check_memory: bool = False
     """Load nothing if a machine has less memory available than its ranks need."""
     tensor_split: tuple[float, ...] = ()
@@ -43,6 +46,11 @@ class PipelineConfig:
             raise SettingError(
                 "rank_timeout_s",
                 f"must be 0 (never) or a number of seconds from 1 to {_MOST_TIMEOUT_S}, got {self.rank_timeout_s:g}",
+            )
+        if not 1 <= self.launch_timeout_s <= _MOST_TIMEOUT_S:
+            raise SettingError(
+                "launch_timeout_s",
+                f"must be a number of seconds from 1 to {_MOST_TIMEOUT_S}, got {self.launch_timeout_s:g}",
             )
         for value in self.threads:
             check_threads("threads", value, Wording("the machine's cores"))

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from ggpipe._version import __version__
-from ggpipe.cluster.memory import USABLE, memory_by_rank
+from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
@@ -17,8 +17,8 @@ from ggpipe.core.layout import Layout
 from ggpipe.engine import wiring
 from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, Setting, Wording
 from ggpipe.llama import machine, mtp
+from ggpipe.llama.eagle3 import head_misfit
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.layer_inputs import ARCHITECTURES
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import BoundaryTensors
 from ggpipe.transport.base import Transport
@@ -98,23 +98,8 @@ def check_heads(
     if hellos[draft_layout.head].kind == registry.MTP:
         _check_mtp(hellos[draft_layout.head], hellos[0], model_file, layout, draft_layout)
         return draft_layout
-    architecture = model_file.architecture
-    width = model_file.metadata.get(f"{architecture}.embedding_length")
-    problem: str | Wording = ""
-    if architecture not in ARCHITECTURES:
-        problem = (
-            f"libllama does not hand out the hidden states of '{architecture}' models: take a draft model of the same "
-            "family instead"
-        )
-    elif needs.width != width:
-        problem = f"it is a head for models of width {needs.width}, and this one's is {width}: take a head made for it"
-    elif not all(0 <= layer < model_file.n_layer for layer in needs.layers):
-        layers = ", ".join(map(str, needs.layers))
-        problem = f"it reads the inputs of layers {layers}, and the model has {model_file.n_layer} layers"
-    elif not needs.has_embeddings or not needs.has_output:
-        what = "token embeddings" if not needs.has_embeddings else "output layer"
-        problem = f"it has no {what} of its own, and cannot read the model's: convert it with them"
-    elif layout.group_sizes or draft_layout.group_sizes:
+    problem: str | Wording = head_misfit(needs, model_file)
+    if not problem and (layout.group_sizes or draft_layout.group_sizes):
         problem = Wording(
             "EAGLE-3 heads do not work with groups: give each rank its own share in ", Setting("layer_split")
         )
@@ -148,6 +133,26 @@ def check_memory(
     `hellos`: as for `compare`. `draft_layouts`: of the config's draft models. A draft model counts where this rank has
     its file as well.
     """
+    needed_bytes: dict[str, float] = {}
+    for rank, memory in needs_by_rank(config, model_file, layout, draft_layouts).items():
+        host = hellos[rank].host
+        needed_bytes[host] = needed_bytes.get(host, 0.0) + memory.total
+    for host, needed in needed_bytes.items():
+        available = min(hello.memory_bytes for hello in hellos if hello.host == host) * USABLE
+        if needed > available:
+            raise MemoryNeededError(
+                f"{host} needs {needed / 1e9:.1f} GB for its ranks and has {available / 1e9:.1f} "
+                "GB available: add machines or memory, or lower ",
+                Setting("n_ctx"),
+                " or ",
+                Setting("n_ubatch"),
+            )
+
+
+def needs_by_rank(
+    config: EngineConfig, model_file: ModelFile, layout: Layout, draft_layouts: Sequence[Layout]
+) -> dict[int, Memory]:
+    """Memory of each rank. The arguments are those of `check_memory`."""
     context = config.context
     types = (context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
     n_prefixes = config.n_prefixes(context)
@@ -161,21 +166,7 @@ def check_memory(
             drafts.append((shape, draft_layout))
     target = shape_of(model_file, *types, context.n_seq, n_prefixes, context.n_states)
     tensor_split = config.pipeline.tensor_split
-    needs = memory_by_rank(target, layout, drafts, context.n_ctx, context.n_ubatch, tensor_split)
-    needed_bytes: dict[str, float] = {}
-    for rank, memory in needs.items():
-        host = hellos[rank].host
-        needed_bytes[host] = needed_bytes.get(host, 0.0) + memory.total
-    for host, needed in needed_bytes.items():
-        available = min(hello.memory_bytes for hello in hellos if hello.host == host) * USABLE
-        if needed > available:
-            raise MemoryNeededError(
-                f"{host} needs {needed / 1e9:.1f} GB for its ranks and has {available / 1e9:.1f} "
-                "GB available: add machines or memory, or lower ",
-                Setting("n_ctx"),
-                " or ",
-                Setting("n_ubatch"),
-            )
+    return memory_by_rank(target, layout, drafts, context.n_ctx, context.n_ubatch, tensor_split)
 
 
 def check_cuts(cuts: list[BoundaryTensors], architecture: str) -> None:

@@ -38,6 +38,11 @@ class Job:
         """Machine of each available slot. Empty: this machine only. Raises LaunchError."""
         return slots_of(self.hostfile) if self.n_ranks > 1 or self.hostfile is not None else []
 
+    @property
+    def first_hosts(self) -> list[str]:
+        """The machines of the ranks, each once. Raises LaunchError."""
+        return list(dict.fromkeys(self.hosts or self.slots[: self.n_ranks]))
+
     @contextlib.contextmanager
     def hosts_in_file(self) -> Iterator[Path | None]:
         """The hostfile for mpirun: the user's if this mpirun can read it, or else a temporary one. Raises

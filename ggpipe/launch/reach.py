@@ -1,4 +1,4 @@
-"""Finds out which machines mpirun can reach now."""
+"""Finds out which machines mpirun can reach now, and why not the others."""
 
 from __future__ import annotations
 
@@ -8,19 +8,47 @@ import selectors
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from ggpipe.errors import StartError
 from ggpipe.launch.environment import die_with_parent, mpi_environment, session_folder
 from ggpipe.launch.hostfile import write_hostfile
 from ggpipe.launch.mpirun import find_mpirun, is_open_mpi, kill_session, mpirun_command
+from ggpipe.launch.remote_shell import ask_all, is_this_machine, why_unreached
 
 _LIMIT_S = 10.0
 _TIMES = 4.0  # times the slowest machine that was reached: all of them may be busy
 _MOST_S = 30.0
 _TICK_S = 0.05
 _MARK = b"reached"
+_OTHER_LAUNCHERS = (
+    "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "PRTE_MCA_plm",
+    "OMPI_MCA_plm",
+)  # fmt: skip
+"""Variables that make mpirun start its daemons by something else than the remote shell."""
+
+
+def faults(hosts: Collection[str], limit_s: float, attend: Callable[[], None]) -> dict[str, str]:
+    """The machines that the remote shell cannot reach within the limit, each with what is wrong and what to do.
+
+    Empty in jobs of a resource manager, where mpirun needs no remote shell. `attend` is called while waiting, and may
+    raise. Raises StartError if a remote shell cannot be started.
+    """
+    others = [host for host in dict.fromkeys(hosts) if not is_this_machine(host)]
+    if not others or any(name in os.environ for name in _OTHER_LAUNCHERS):
+        return {}
+    try:
+        answers = ask_all(others, ["echo", _MARK.decode()], limit_s, attend)
+    except OSError as e:
+        raise StartError(f"cannot start a remote shell to look for machines: {e}") from e
+    found = {host: why_unreached(host, answer, limit_s) for host, answer in answers.items()}
+    return {host: f"{problem}: {cure}" for host, (problem, cure) in found.items() if problem}
+
+
+def described(faults: Mapping[str, str]) -> str:
+    """The faults as a sentence."""
+    return "; ".join(f"{host} cannot be reached: {fault}" for host, fault in faults.items())
 
 
 def unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]:

@@ -24,7 +24,7 @@ from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.messages import Row, Run, StateRef
 from ggpipe.errors import ModelError, RunError, Setting
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.layer_inputs import LastStates
+from ggpipe.llama.layer_inputs import ARCHITECTURES, LastStates
 from ggpipe.llama.layers import OnProgress
 from ggpipe.llama.libllama import last_error, lib
 from ggpipe.llama.stage import BoundaryTensors, Outcome, Stage
@@ -51,6 +51,26 @@ def needs_of(model_file: ModelFile) -> HeadNeeds | None:
         has_embeddings="token_embd.weight" in tensors,
         has_output="output.weight" in tensors,
     )
+
+
+def head_misfit(needs: HeadNeeds, target: ModelFile) -> str:
+    """Why a head does not fit a target; empty if it fits."""
+    architecture = target.architecture
+    width = target.metadata.get(f"{architecture}.embedding_length")
+    if architecture not in ARCHITECTURES:
+        return (
+            f"libllama does not hand out the hidden states of '{architecture}' models: take a draft model of the same "
+            "family instead"
+        )
+    if needs.width != width:
+        return f"it is a head for models of width {needs.width}, and this one's is {width}: take a head made for it"
+    if not all(0 <= layer < target.n_layer for layer in needs.layers):
+        layers = ", ".join(map(str, needs.layers))
+        return f"it reads the inputs of layers {layers}, and the model has {target.n_layer} layers"
+    if not needs.has_embeddings or not needs.has_output:
+        what = "token embeddings" if not needs.has_embeddings else "output layer"
+        return f"it has no {what} of its own, and cannot read the model's: convert it with them"
+    return ""
 
 
 class TargetStates:

@@ -11,6 +11,7 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.options import settings
 from ggpipe.options.chat import ChatSettings
+from ggpipe.options.doctor import DoctorSettings
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.hub import HubSettings
 from ggpipe.options.option import Command
@@ -143,12 +144,23 @@ COMMANDS: tuple[Command, ...] = (
                 "yarn_beta_fast",
                 "hostfile",
                 "rank_timeout_s",
+                "launch_timeout_s",
                 "restart",
                 "check_memory",
                 "draft.threads_batch",
             }
         ),
         required=frozenset({"cluster"}),
+    ),
+    Command(
+        name="pairs",
+        help="""Tell which draft models and EAGLE-3 heads fit a target model.
+
+        Reads only the headers of -m or -hf and of each -md and -hfd: tokenizers and vocabularies must agree, and a head
+        must have the target's width. The exit code is 1 if none fits.
+        """,
+        records=(settings.ModelSettings, HubSettings),
+        required=frozenset({"model"}),
     ),
     Command(
         name="plan",
@@ -247,6 +259,18 @@ COMMANDS: tuple[Command, ...] = (
         reads_variables=True,
         defaults={"restart": 10, "warmup": True},
     ),
+    Command(
+        name="doctor",
+        help="""Check the machines of a run before it starts, all at the same time.
+
+        Give it the --hostfile and the model flags of the run. A line per machine says what is wrong and which command
+        mends it: ssh, software, MPI, models, memory, threads, limits, clock, links and ports. The exit code is 1 if a
+        run would fail.
+        """,
+        records=(*_WEIGHTS, *_COMPUTING, DoctorSettings),
+        leave_out=frozenset({"restart", "rank_timeout_s", "check_memory"}),
+    ),
+    Command(name="facts", help="Print what this machine has, for `ggpipe doctor` on another one.", hidden=True),
     Command(
         name="rank", help="Run as a rank that a front end has started, with the settings that it passes.", hidden=True
     ),

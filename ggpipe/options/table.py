@@ -19,6 +19,7 @@ from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.drafters import registry
 from ggpipe.options import lists, sampling, settings
 from ggpipe.options.chat import ChatSettings, json_object
+from ggpipe.options.doctor import DoctorSettings
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.hub import HubSettings
 from ggpipe.options.option import Option
@@ -144,6 +145,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(PipelineConfig, RANKS, "tensor_split", "-ts", "--tensor-split", metavar="LIST", parse=lists.weights, help="Proportions in which the ranks of a group divide each tensor (3,1). Applies to groups with that many ranks; others divide evenly."),
     _option(PipelineConfig, RANKS, "tensor_wire", "--tensor-wire", metavar="f32|f16", help="Number format in which the machines of a group exchange their sums. f16 halves the bytes, and rounds."),
     _option(PipelineConfig, RANKS, "rank_timeout_s", "--rank-timeout", metavar="S", help="Stop the job if a rank sends nothing for this many seconds (0 = never)."),
+    _option(PipelineConfig, RANKS, "launch_timeout_s", "--launch-timeout", metavar="S", help="Name machines that have not answered after this many seconds when ranks are started. On machines that have, ranks may take 60 times as long to start."),
     _option(settings.RankSettings, RANKS, "restart", "--restart", metavar="N", help="Restart ranks that died, at most N times in ten minutes, and continue where generation stopped. Layers of unreachable machines move to the others."),
     _option(settings.RankSettings, RANKS, "hostfile", "--hostfile", metavar="FILE", help="File with the machines to start ranks on, in mpirun's format. Default: the machines of the Slurm job, or this one."),
     _option(settings.ProfileSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Number of ranks to start. Default: the slots in --hostfile, or one."),
@@ -225,6 +227,8 @@ OPTIONS: tuple[Option, ...] = (
     _option(settings.GenerateOutput, OUTPUT, "csv", "--csv", metavar="FILE", help="Append a line: prefill t/s, decode t/s, ITL in s, TTFT in s."),
     _option(settings.GenerateOutput, OUTPUT, "json", "--json", metavar="FILE", help="Write all measurements as JSON."),
     _option(settings.GenerateOutput, OUTPUT, "trace", "--trace", metavar="FILE", help="Write a timeline of all ranks, for Perfetto or chrome://tracing."),
+    _option(DoctorSettings, OUTPUT, "json", "--json", setting="doctor_json", help="Print all facts and findings as JSON."),
+    _option(DoctorSettings, OUTPUT, "report", "--report", setting="doctor_report", help="Print all facts and findings as text, for a bug report."),
     _option(settings.LogSettings, OUTPUT, "verbose", "-v", "--verbose", help="Show libllama's log messages."),
     _option(settings.RecordSettings, OUTPUT, "output", "-o", "--output", metavar="FILE", help="Write the recording, as JSON."),
     _option(settings.RecordSettings, OUTPUT, "candidates", "--candidates", metavar="N", help="Number of the draft's candidates to keep per token."),

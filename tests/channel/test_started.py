@@ -11,6 +11,7 @@ from ggpipe.channel import started
 from ggpipe.channel.started import UserContact, supervised
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.errors import GgpipeError, LaunchError, RankError, StartError
 from ggpipe.launch import job, mpirun
 from ggpipe.launch.job import Job
@@ -40,7 +41,14 @@ This is usually due to a failure of the network.
 class Rig:
     """Ranks on node1 and node2, with a script as mpirun."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, *away: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        script: str,
+        *away: str,
+        faults: dict[str, str] | None = None,
+    ) -> None:
         self.lines: list[str] = []
         self.reported: list[GgpipeError] = []
         program, self._hostfile = folder / "mpirun", folder / "hosts"
@@ -51,9 +59,10 @@ class Rig:
             monkeypatch.setattr(module, "find_mpirun", lambda: str(program))
         for module in (started, job):
             monkeypatch.setattr(module, "unreachable", lambda hosts, _: set(away) & set(hosts))
+        monkeypatch.setattr(started, "faults", lambda hosts, *_: dict(faults or {}))
 
     def start(self, n_restarts: int) -> None:
-        config = EngineConfig(model=ModelConfig(path=Path("none")))
+        config = EngineConfig(model=ModelConfig(path=Path("none")), pipeline=PipelineConfig(launch_timeout_s=1))
         first = Job(RankSetup(config=config), 2, self._hostfile)
         user = UserContact(show=lambda line: self.lines.append(str(line)), report=self.reported.append)
         with supervised(first, n_restarts, user, lambda _: None) as ranks:
@@ -107,6 +116,22 @@ def test_a_machine_that_was_never_there(
     assert not rig.lines
     assert not rig.reported
     assert "failed to report back" in capfd.readouterr().err
+
+
+NO_NAME = {"node2": "its name does not resolve: correct the hostfile"}
+
+
+@pytest.mark.parametrize("script", [f"cat <<'E' >&2\n{NOT_STARTED}E\nexit 1", "exec sleep 3600"], ids=["ends", "hangs"])
+def test_a_machine_whose_fault_is_known(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line says it, without mpirun's own, and no later than the launch timeout."""
+    rig = Rig(tmp_path, monkeypatch, script, faults=NO_NAME)
+    with pytest.raises(LaunchError) as caught:
+        rig.start(5)
+    assert str(caught.value) == "node2 cannot be reached: its name does not resolve: correct the hostfile"
+    assert not rig.lines
+    assert capfd.readouterr().err == ""
 
 
 def test_other_reasons_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,54 @@
+"""`ggpipe pairs`: which draft models fit a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ggpipe.cli.messages import in_flags
+from ggpipe.config.model import ModelConfig
+from ggpipe.display.format import harmless, human_bytes
+from ggpipe.errors import ModelError, RunError, Setting, UsageError
+from ggpipe.llama.eagle3 import head_misfit, needs_of
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.vocab import Vocab
+from ggpipe.options.option import Options
+from ggpipe.options.settings import ModelSettings
+
+
+def run(options: Options) -> int:
+    """Print a line per draft model. Returns the exit code: 0 if any of them fits."""
+    models = options[ModelSettings]
+    assert models.target is not None  # a required option
+    if not models.drafts:
+        raise UsageError("name draft models with ", Setting("draft.model"), " or ", Setting("draft.hf_repo"))
+    target = ModelFile.open(models.target)
+    vocab = Vocab(target, ModelConfig(path=models.target))
+    print(f"target {_described(target)}, {vocab.n_tokens:,} tokens in its vocabulary")
+    n_fit = 0
+    for path in models.drafts:
+        draft = ModelFile.open(path)
+        why = _misfit(target, vocab, draft, path)
+        share = f"{draft.n_bytes / target.n_bytes:.1%} of the target's weights"
+        print(f"{'fits' if not why else 'does not fit'}: {_described(draft)}, {share}" + (f": {why}" if why else ""))
+        n_fit += not why
+    return 0 if n_fit else RunError.exit_code
+
+
+def _described(model: ModelFile) -> str:
+    name = harmless(model.paths[0].name)
+    return f"{name} ({model.architecture}, {model.n_layer} layers, {human_bytes(model.n_bytes)})"
+
+
+def _misfit(target: ModelFile, vocab: Vocab, draft: ModelFile, path: Path) -> str:
+    """Why a draft model does not fit; empty if it fits."""
+    needs = needs_of(draft)
+    if needs is not None:
+        return head_misfit(needs, target)
+    own = Vocab(draft, ModelConfig(path=path))
+    try:
+        vocab.with_draft(own.outline())
+    except ModelError as e:
+        return in_flags(e).partition(": ")[2]
+    finally:
+        own.close()
+    return ""
