@@ -175,6 +175,12 @@ class Stage:
         """Tensors that the last run took from UP."""
 
     @property
+    def wanted_row_bytes(self) -> list[int]:
+        """
+        After a run of one token: the bytes of each of these; 0 where more tokens might not come one after another.
+        """
+
+    @property
     def produced(self) -> list[str]:
         """Tensors that the last run gave to DOWN."""
 

@@ -95,7 +95,8 @@ void receive(ggml_backend_buffer_t b, const ggml_tensor * t, void * data, size_t
     Device & d = device_of(b->buft);
     Stage & s = *d.stage;
     s.passing = data;
-    if (s.running() && d.role != Role::Down && s.wire.take(t->name, data, size)) return;
+    const size_t row = ggml_nrows(t) == 1 ? size : 0;
+    if (s.running() && d.role != Role::Down && s.wire.take(t->name, data, size, row)) return;
     memset(data, 0, size);
     if (s.running()) (d.role == Role::Down ? s.misplaced : s.missing)++;
 }

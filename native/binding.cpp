@@ -131,6 +131,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("columns", [](Stage & s) { return s.group->columns; },
                      "In a group of the last stage: how many columns of the last run's logits each part has, in their order.")
         .def_prop_ro("wanted", [](Stage & s) { return s.wire.wanted; }, "Tensors that the last run took from UP.")
+        .def_prop_ro("wanted_row_bytes", [](Stage & s) { return s.wire.wanted_rows; },
+                     "After a run of one token: the bytes of each of these; 0 where more tokens might not come one after another.")
         .def_prop_ro("produced", [](Stage & s) { return s.wire.produced; }, "Tensors that the last run gave to DOWN.")
         .def_ro("misplaced", &Stage::misplaced, "Reads from DOWN in the last run: the cut runs through a layer.")
         .def_ro("missing", &Stage::missing, "Reads from UP in the last run that it did not bring.")

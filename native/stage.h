@@ -33,9 +33,12 @@ class Wire {
    public:
     void begin(const uint8_t * incoming, size_t size, size_t headroom);
     void put(const char * copy_name, const void * data, size_t size);  // name as the scheduler gives it to a copy
-    bool take(const char * name, void * data, size_t size);            // false: the run did not bring it
+    // false: the run did not bring it. row: in a run of one token, its bytes; 0 where more tokens might not come one after
+    // another.
+    bool take(const char * name, void * data, size_t size, size_t row);
     std::vector<uint8_t> out;           // headroom, then what goes to the next rank
     std::vector<std::string> wanted;    // what UP was asked for, in order: the dry run compares it
+    std::vector<size_t> wanted_rows;    // their `row`
     std::vector<std::string> produced;  // what DOWN was given, in order
 
    private:

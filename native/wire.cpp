@@ -16,6 +16,7 @@ size_t padded(size_t n) { return (n + 7) & ~size_t(7); }
 void Wire::begin(const uint8_t * incoming, size_t size, size_t headroom) {
     in_.clear();
     wanted.clear();
+    wanted_rows.clear();
     produced.clear();
     out.assign(headroom, 0);
     for (size_t at = 0; at + sizeof(Head) <= size;) {
@@ -42,8 +43,9 @@ void Wire::put(const char * copy_name, const void * data, size_t size) {
     produced.push_back(std::move(name));
 }
 
-bool Wire::take(const char * name, void * data, size_t size) {
+bool Wire::take(const char * name, void * data, size_t size, size_t row) {
     wanted.emplace_back(name);
+    wanted_rows.push_back(row);
     const auto found = std::find_if(in_.begin(), in_.end(), [name](const Frame & f) { return f.name == name; });
     if (found == in_.end()) return false;
     const Frame frame = *found;

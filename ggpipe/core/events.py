@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ggpipe.core.draft_messages import DrafterMessage, MicroBatch
+from ggpipe.core.dropped_rows import DeadRow
 from ggpipe.core.messages import LogitsRequest, RowLogits, Run, RunRecord, RunResult
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Counters, DraftCheck, Finish, Request
@@ -149,6 +150,8 @@ class CancelRuns:
     """Runs whose results are not needed any more: stages skip or stop them."""
 
     runs: tuple[int, ...]
+    dead_rows: tuple[DeadRow, ...] = ()
+    """Rows of other runs that are not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)

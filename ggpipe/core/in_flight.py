@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from ggpipe.core.dropped_rows import DeadRow
 from ggpipe.core.events import CancelRuns, SubmitRun
 from ggpipe.core.messages import KvOp, LogitsRequest, Restore, Row, RowLogits, Run, RunRecord, RunResult, Save
 from ggpipe.core.sequence_ids import SequenceIds
@@ -32,6 +33,8 @@ class RunPart(Generic[Owner]):
     n_again: int = 0
     """Rows right before the nodes whose tokens were decoded before."""
     run: int = -1
+    first_row: int = 0
+    """Number of its first row in the run."""
     n_live: int = 0
     """Number of rows that are not rejected, of an owner that has not ended."""
     prompt_logits: list[RowLogits] = field(default_factory=list)
@@ -119,9 +122,11 @@ class InFlight(Generic[Owner]):
         kept_from: int | None = None,
     ) -> SubmitRun:
         """Put a run of these parts, one per owner, into the pipeline. `kept_from`: see `Run`; None: this run."""
+        n_rows = 0
         for part in parts:
             own_parts = self._of.setdefault(part.owner, {})
-            part.run, part.n_live = self.next_run, len(part.rows)
+            part.run, part.first_row, part.n_live = self.next_run, n_rows, len(part.rows)
+            n_rows += part.n_live
             before = self._latest_text.get(part.owner, -1)
             part.after = before if before in own_parts else -1
             own_parts[part.run] = part
@@ -200,6 +205,18 @@ class InFlight(Generic[Owner]):
                 any_empty = any_empty or part.n_live == 0
         return self._unneeded() if any_empty else ()
 
+    def dead_rows(self, owner: Owner, dead: Collection[Node]) -> tuple[DeadRow, ...]:
+        """The rows of these nodes in runs that are or will be computed."""
+        own_parts, nodes = self._of.get(owner, {}), set(dead)
+        runs = {node.run for node in dead if node.run in own_parts and not self._runs[node.run].cancelled}
+        parts = [own_parts[run] for run in sorted(runs)]
+        return tuple(
+            (part.run, part.first_row + row)
+            for part in parts
+            for row, node in enumerate(part.nodes, part.n_text_rows)
+            if node in nodes
+        )
+
     def leave(self, owner: Owner) -> tuple[int, ...]:
         """Discount all rows of an owner that has ended. Returns the runs that are not needed any more."""
         for part in self.of(owner):
@@ -247,6 +264,7 @@ class InFlight(Generic[Owner]):
             assert run.run.id == number < self.next_run
             assert bool(run.parts) == bool(run.run.rows)
             assert [row for part in run.parts for row in part.rows] == list(run.run.rows)
+            assert all(run.run.rows[part.first_row] is part.rows[0] for part in run.parts)
             assert len({id(part.owner) for part in run.parts}) == len(run.parts), "two parts for one owner"
             computed += bool(run.parts) and not run.cancelled
             for part in run.parts:
@@ -274,6 +292,6 @@ def records_of(ended: RunInFlight[Owner], result: RunResult) -> tuple[RunRecord,
     )
 
 
-def cancel_action(cancelled: Sequence[RunInFlight[Owner]]) -> CancelRuns:
-    """The action that stops these runs."""
-    return CancelRuns(tuple(run.run.id for run in cancelled))
+def cancel_action(cancelled: Sequence[RunInFlight[Owner]], dead_rows: tuple[DeadRow, ...] = ()) -> CancelRuns:
+    """The action that stops these runs, and drops these rows of others."""
+    return CancelRuns(tuple(run.run.id for run in cancelled), dead_rows)

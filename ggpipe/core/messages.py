@@ -125,6 +125,8 @@ class Run:
     """Of a run without rows: what to save, or to restore, behind its operations."""
     kept_from: int = 0
     """Rows that are kept of runs before this one are not needed any more."""
+    dropped: frozenset[int] = frozenset()
+    """Numbers of the rows that the stage before did not compute; see `dropped_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,8 @@ class Span:
     busy_s: float
     """From taking the run up to having its outcome ready, compute included."""
     sent_bytes: int
+    n_rows: int
+    """Rows that it computed; 0 if the run was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,8 @@ class Limits:
     """Any part of a kept sequence, from its first token on, can be continued; else only a whole one."""
     rolls_back: bool = True
     """The end of a sequence can be removed; else draft tokens are taken back by copies of the state."""
+    drops_rows: bool = True
+    """Stages drop dead rows of runs; see `dropped_rows`."""
     prefill_slowdown: float = 5.0
     """How many times as long others' prompts may make a run while requests are decoding, approximately."""
     sparsity: float = 1.0
@@ -255,6 +257,11 @@ class Counters:
     def paused(self, drafter: int) -> None:
         """A drafter paused after an accepted token, because it does not pay."""
         self.paused_tokens[drafter] = self.paused_tokens.get(drafter, 0) + 1
+
+    def cancelled(self, n_draft_tokens: int) -> None:
+        """A run with this number of draft tokens was cancelled."""
+        self.cancelled_runs += 1
+        self.cancelled_tokens += n_draft_tokens
 
     def rejected(self, runs: Iterable[int]) -> None:
         """Count one rejected row for each of these runs. A run may occur several times."""

@@ -10,8 +10,9 @@ A prompt goes in as chunks whose borders follow from the prompt and the pipeline
 that chunk i+1 is in the first stage while chunk i is in the second. From then on the root of the request's tree is the
 last accepted token. When its logits are back, the next token is sampled. If a draft token holds that token, it becomes
 the root, be it in flight, back already, or not submitted yet; else the token goes in as a fresh root. What does not
-hang on the new root is dead, and runs with nothing but dead rows are cancelled. No token is evaluated twice, but for
-those whose recurrent state had to be taken back (`state_rollback`).
+hang on the new root is dead, and runs with nothing but dead rows are cancelled. Of other runs, stages drop the dead
+rows (`dropped_rows`). No token is evaluated twice, but for those whose recurrent state had to be taken back
+(`state_rollback`).
 
 Between roots, the pipeline is kept full of draft tokens, the most probable path first. They go in when the slowest
 stage is about to be free, and not before: until then more of them may come, and a run of several costs less than
@@ -24,7 +25,7 @@ between two others: so each stage saves the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ggpipe.core.admission import Admission
 from ggpipe.core.batching import frontier
@@ -32,6 +33,7 @@ from ggpipe.core.batching.payoff import Payoff
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows
 from ggpipe.core.draft_messages import Accepted, DrafterMessage, EndDrafting, MicroBatch
 from ggpipe.core.drafters.base import TextDrafter
+from ggpipe.core.dropped_rows import DeadRow
 from ggpipe.core.events import (
     Arrived,
     Drafted,
@@ -60,6 +62,7 @@ from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePre
 from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.request_state import Phase, PrefixState, RequestState, SequenceState
 from ggpipe.core.run_cost import RunCost
+from ggpipe.core.tree import Node
 
 
 class Scheduler:
@@ -352,6 +355,8 @@ class Scheduler:
                 self._prefixes.grow(state.prefix, self._computed(state))
             if result.rows and not run.cancelled:
                 state.counters.verified_runs += part.n_draft_tokens > 0
+            elif result.cancelled and not run.cancelled:  # all of its rows were dropped
+                state.counters.cancelled(part.n_draft_tokens)
             if not state.is_open:
                 self._end_if_drained(state, actions)
             elif isinstance(state, RequestState):
@@ -360,15 +365,24 @@ class Scheduler:
                     actions.append(Embed(part.request, rows) if state.embeds else Replay(part.request, rows))
                 self._sample(state, actions)
 
-    def _cancel(self, runs: Sequence[int], actions: list[SchedulerAction]) -> None:
-        """Have these runs skipped or stopped, but for those of requests whose runs are not to be cancelled."""
+    def _cancel(
+        self,
+        runs: Sequence[int],
+        actions: list[SchedulerAction],
+        state: SequenceState | None = None,
+        dead: Collection[Node] = (),
+    ) -> None:
+        """Have these runs skipped or stopped, but for those of requests whose runs are not to be cancelled, and drop
+        the rows of these dead nodes of `state`."""
         cancelled = self._in_flight.cancel(runs, lambda state: state.may_cancel)
         for run in cancelled:
             for part in run.parts:
-                part.owner.counters.cancelled_runs += 1
-                part.owner.counters.cancelled_tokens += part.n_draft_tokens
-        if cancelled:
-            actions.append(cancel_action(cancelled))
+                part.owner.counters.cancelled(part.n_draft_tokens)
+        rows: tuple[DeadRow, ...] = ()
+        if state is not None and state.may_cancel and self._limits.drops_rows:
+            rows = self._in_flight.dead_rows(state, dead)
+        if cancelled or rows:
+            actions.append(cancel_action(cancelled, rows))
 
     # The tree
 
@@ -420,7 +434,7 @@ class Scheduler:
         elif root.pos >= self._admission.extended(state):
             self._end(state, Finish.CONTEXT_FULL, actions)
         else:
-            self._cancel(self._in_flight.drop(state, dead), actions)
+            self._cancel(self._in_flight.drop(state, dead), actions, state, dead)
             self._sample(state, actions)
             if state.phase is Phase.DECODING and state.request.drafts:
                 self._weigh_drafters(state)

@@ -110,8 +110,8 @@ class DraftHead:
             match action:
                 case SubmitRun(run):
                     self._pipeline.submit(run)
-                case CancelRuns(runs):
-                    self._pipeline.cancel(runs)
+                case CancelRuns() as cancelled:
+                    self._pipeline.cancel(cancelled)
                 case RunDone(records):
                     self._records += records
                 case ToHead(micro_batch):

@@ -294,8 +294,8 @@ class EngineCore:
                 self._note_starts(run)
                 if run.save is not None and run.save.request in self._active:
                     self._n_unsaved[run.save.request] += self._head.n_ranks
-            case CancelRuns(runs):
-                self._head.cancel(runs)
+            case CancelRuns() as cancelled:
+                self._head.cancel(cancelled)
             case ToDrafter(drafter, message):
                 if isinstance(message, BeginDrafting) and message.saves != "nothing":
                     self._n_unsaved[message.request] += self._head.drafters.n_ranks(drafter)

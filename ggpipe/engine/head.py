@@ -12,6 +12,7 @@ from types import TracebackType
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch
+from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits
 from ggpipe.engine.control_channel import ControlChannel, Received
@@ -225,9 +226,9 @@ class LoadedHead:
         """Put a run into the target's pipeline."""
         self._pipeline.submit(run)
 
-    def cancel(self, runs: tuple[int, ...]) -> None:
-        """Cancel these runs, because their results are not needed any more."""
-        self._pipeline.cancel(runs)
+    def cancel(self, cancelled: CancelRuns) -> None:
+        """Cancel these runs and drop these rows, because their results are not needed any more."""
+        self._pipeline.cancel(cancelled)
 
     def fetch(self, request: int, run: int, row: int) -> None:
         """Have the last rank send a whole row that it kept, for a request."""

@@ -253,6 +253,7 @@ def _limits(context: ContextConfig, layout: Layout, loaded: StageContext, n_requ
         n_prefixes=loaded.n_prefixes,
         partial_prefixes=loaded.partial_prefixes,
         rolls_back=loaded.rolls_back,
+        drops_rows=loaded.rolls_back and not context.exact,
         sparsity=sparsity,
     )
 

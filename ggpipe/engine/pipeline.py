@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ggpipe.core.events import CancelRuns
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Run
 from ggpipe.engine.stage_thread import Fetched, InputsReady, PartDone, Passed, ResultReady, RunNotice, StageThread
@@ -47,18 +48,18 @@ class Pipeline:
         if self._own is not None and self._rank in first:
             self._own.submit(run)
 
-    def cancel(self, runs: tuple[int, ...]) -> None:
-        """Cancel these runs: every stage skips or stops them."""
+    def cancel(self, cancelled: CancelRuns) -> None:
+        """Every stage skips or stops these runs, and drops the dead rows of others."""
         for rank in self.layout.stage_ranks:
             if rank == self._rank:
-                self.cancel_own(runs)
+                self.cancel_own(cancelled)
             else:
-                self._transport.send(rank, Kind.CANCEL, codec.ids_message(runs))
+                self._transport.send(rank, Kind.CANCEL, codec.cancel_message(cancelled))
 
-    def cancel_own(self, runs: tuple[int, ...]) -> None:
-        """Our own stage skips or stops these runs."""
+    def cancel_own(self, cancelled: CancelRuns) -> None:
+        """As `cancel`, in our own stage."""
         if self._own is not None:
-            self._own.cancel(runs)
+            self._own.cancel(cancelled)
 
     def fetch(self, request: int, run: int, row: int) -> None:
         """Have the last stage send the head a whole row that it kept, for a request."""

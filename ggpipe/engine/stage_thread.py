@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ggpipe.core.dropped_rows import DeadRow
+from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import Restore, Restored, RowLogits, Run, RunResult, Save, Span
 from ggpipe.engine.inbox import poll_interval
 from ggpipe.errors import GgpipeError, RunError
@@ -104,6 +106,8 @@ class _Job:
     header: bytes
     spans: tuple[Span, ...]
     incoming: Payload | None
+    dead: frozenset[int] = frozenset()
+    """Numbers of the rows that are known to be dead."""
 
 
 class StageThread:
@@ -140,6 +144,8 @@ class StageThread:
         self._last_run_s = 0.0
         self._last_active = time.monotonic()
         self._cancelled: set[int] = set()
+        self._dead_rows: set[DeadRow] = set()
+        """Of runs that are not done."""
         self._kept: dict[int, dict[int, RowLogits]] = {}
         """Whole rows, by run and row."""
         self._keeping = threading.Lock()
@@ -164,11 +170,13 @@ class StageThread:
         self._jobs.append(_Job(run, header, spans, memoryview(message)[at:]))
         self._wake.set()
 
-    def cancel(self, runs: tuple[int, ...]) -> None:
-        """Cancel these runs: skip them, or stop the one that is being computed. Their markers are still passed on."""
-        self._cancelled.update(run for run in runs if run > self._last_done)
+    def cancel(self, cancelled: CancelRuns) -> None:
+        """Cancel these runs: skip them, or stop the one that is being computed. Their markers are still passed on. Of
+        others that are not begun, drop the dead rows."""
+        self._dead_rows.update(row for row in cancelled.dead_rows if row[0] > self._last_done)
+        self._cancelled.update(run for run in cancelled.runs if run > self._last_done)
         if self._stage is not None:
-            for run in runs:
+            for run in cancelled.runs:
                 self._stage.cancel(run)
 
     def fetch(self, request: int, run: int, row: int) -> None:
@@ -201,7 +209,8 @@ class StageThread:
             self._notify(Loaded(stage, load_s, restored))
             while (job := self._next_job()) is not None:
                 self._computing, save = job.run.id, job.run.save
-                job = replace(job, run=self._decided(job.run))
+                run, dead = self._decided(job.run)
+                job = replace(job, run=run, dead=dead)
                 if isinstance(save, Save) and job.run.cancelled:
                     save = replace(save, tokens=())  # they are not computed
                 outcome = self._compute(stage, job)
@@ -233,12 +242,15 @@ class StageThread:
         if rows := stage.kept(run):
             self._kept[run.id] = rows
 
-    def _decided(self, run: Run) -> Run:
-        """The run, cancelled or not. All parts of a group decide alike, or some would wait for sums of the others."""
-        cancelled = run.id in self._cancelled
+    def _decided(self, run: Run) -> tuple[Run, frozenset[int]]:
+        """The run, cancelled or not, and its dead rows. All parts of a group decide alike, or some would wait for sums
+        of the others."""
+        cancelled, known = run.id in self._cancelled, tuple(self._dead_rows)  # which other threads add to
+        dead = frozenset(row for number, row in known if number == run.id)
+        self._dead_rows.difference_update([row for row in known if row[0] <= run.id])
         if self._group is not None and not run.cancelled and (run.rows or run.save is not None):
-            cancelled = self._group.agree(cancelled)
-        return replace(run, cancelled=True) if cancelled else run
+            cancelled, dead = self._group.agree(cancelled, dead, len(run.rows))
+        return replace(run, cancelled=True) if cancelled else run, dead
 
     def _save(self, stage: Stage, save: Save | Restore) -> Saved:
         files, problem, n_bytes = self._prefix_files, "", 0
@@ -286,26 +298,37 @@ class StageThread:
         start = time.monotonic()
         run = job.run
         header = b"" if stage.is_last else (job.header or codec.run_header(run))
-        room = (*job.spans, self._span(start, 0.0, 0))
+        if header and (job.dead or run.dropped):
+            header = codec.header_without(header, len(run.rows), run.dropped)
+        room = (*job.spans, self._span(start, 0.0, 0, 0))
         headroom = 0 if stage.is_last else len(codec.header_with(header, room, False))
         for old in [old for old in self._kept if old < run.kept_from]:
             del self._kept[old]
-        outcome = stage.decode(run, job.incoming, headroom)
+        outcome = stage.decode(run, job.incoming, headroom, job.dead)
         self._last_run_s = outcome.compute_s
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)
+        if header and outcome.dropped:
+            header = codec.header_without(header, len(run.rows), outcome.dropped)
+        n_rows = 0 if run.cancelled else len(run.rows) - len(outcome.dropped)
         if outcome.layer_inputs:
             self._inputs = InputsReady(codec.states_message(run, stage.tapped, outcome.layer_inputs))
         if self._group is not None and self._group.part > 0:
-            return PartDone(run.id, self._span(start, outcome.compute_s, 0))
+            return PartDone(run.id, self._span(start, outcome.compute_s, 0, n_rows))
         if stage.is_last:
-            span = self._span(start, outcome.compute_s, 0)
+            span = self._span(start, outcome.compute_s, 0, n_rows)
             return ResultReady(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled))
         message = outcome.outgoing
-        span = self._span(start, outcome.compute_s, len(message))
+        span = self._span(start, outcome.compute_s, len(message), n_rows)
         message[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)
         return Passed(message)
 
-    def _span(self, start_s: float, compute_s: float, sent_bytes: int) -> Span:
-        busy_s = time.monotonic() - start_s
-        return Span(rank=self._rank, start_s=start_s, compute_s=compute_s, busy_s=busy_s, sent_bytes=sent_bytes)
+    def _span(self, start_s: float, compute_s: float, sent_bytes: int, n_rows: int) -> Span:
+        return Span(
+            rank=self._rank,
+            start_s=start_s,
+            compute_s=compute_s,
+            busy_s=time.monotonic() - start_s,
+            sent_bytes=sent_bytes,
+            n_rows=n_rows,
+        )

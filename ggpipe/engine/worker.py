@@ -177,7 +177,7 @@ class Worker:
                     case Received(_, AskUsage()):
                         self._channel.send(HEAD, Usage(time.process_time(), machine.resident_bytes()))
                     case Message(_, Kind.CANCEL, payload):
-                        pipeline.cancel_own(codec.read_ids(payload))
+                        pipeline.cancel_own(codec.read_cancel(payload))
                     case Message(_, Kind.FETCH, payload):
                         pipeline.fetch_own(*codec.read_fetch(payload))
                     case Message(_, Kind.TO_DRAFTER, payload) if draft_head is not None:

@@ -146,8 +146,14 @@ class HeadStage(Stage):
         self.forget_all()
         return BoundaryTensors(collections.Counter(), collections.Counter())
 
-    def decode(self, run: Run, incoming: bytes | bytearray | memoryview | None, headroom: int = 0) -> Outcome:
-        """As `Stage.decode`; rows read the states that they name."""
+    def decode(
+        self,
+        run: Run,
+        incoming: bytes | bytearray | memoryview | None,
+        headroom: int = 0,
+        dead: frozenset[int] = frozenset(),
+    ) -> Outcome:
+        """As `Stage.decode`; rows read the states that they name, and none is dropped."""
         self.apply(run.ops)
         if run.cancelled or not run.rows:
             return Outcome(bytearray(headroom), (), 0.0, run.cancelled)

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.layer_split import MAX_PARTS
 from ggpipe.config.model import ModelConfig
+from ggpipe.core.dropped_rows import MOST_ROWS_IN_GROUP
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile
@@ -279,17 +280,19 @@ class Membership:
             self._sum.abandon()
         return Group(part=self.part, n_parts=len(self._shares), shares=self._shares, sum=self._sum)
 
-    def agree(self, stop: bool) -> bool:
-        """Whether any part wants to stop. All parts ask at the same places, and get the same answer.
+    def agree(self, stop: bool, dead: Collection[int] = (), n_rows: int = 0) -> tuple[bool, frozenset[int]]:
+        """Whether any part wants to stop, and the rows that any part knows to be dead, of a run of `n_rows` rows. All
+        parts ask at the same places, and get the same answer. Of long runs, no rows are dead.
 
         Raises RunError when a part is lost.
         """
         assert self._sum is not None
-        number = ctypes.c_float(0)
-        stop = self._sum.sum(ctypes.addressof(number), 1, stop)
+        n = n_rows if n_rows <= MOST_ROWS_IN_GROUP else 0
+        numbers = (ctypes.c_float * max(n, 1))(*(float(row in dead) for row in range(n)))
+        stop = self._sum.sum(ctypes.addressof(numbers), len(numbers), stop)
         if self.is_lost:
             raise RunError("another rank of this group is lost")
-        return stop
+        return stop, frozenset(row for row in range(n) if numbers[row] > 0)
 
     def take_times(self) -> tuple[float, ...]:
         """Seconds of each sum inside decodes since the last call. The first call starts the measurement."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import struct
+import functools
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
+from ggpipe.core.dropped_rows import kept
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.errors import IndivisibleModelError, RunError, Setting, UsageError
 from ggpipe.llama.context_ids import divide_ids
@@ -25,8 +26,8 @@ from ggpipe.llama.layer_inputs import LayerInputs, own_layers
 from ggpipe.llama.layers import OnProgress, apply_loras, load_layers
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native, start
 from ggpipe.llama.params import LlamaBatch, best_of, context_params, hidden_states, whole_row
+from ggpipe.llama.row_filter import FRAME, RowFilter, padded, with_dropped
 
-_FRAME = struct.Struct("<QQ")  # native/wire.cpp: bytes of the name, bytes of data
 _N_NOISES = 256
 _STATE_TOKENS = 128
 """Maximum number of tokens per state in a prompt cache. Large models have megabytes per token."""
@@ -54,7 +55,10 @@ class Outcome:
     """Time in `llama_decode`."""
     cancelled: bool
     layer_inputs: tuple[NDArray[np.float32], ...] = ()
-    """Inputs of the layers of `Stage.tapped`, each of shape (rows, width); empty if the run was not computed."""
+    """Inputs of the layers of `Stage.tapped`, each of shape (rows, width), zeros for dropped rows; empty if the run was
+    not computed."""
+    dropped: frozenset[int] = frozenset()
+    """Numbers of the rows that were not computed."""
 
 
 class Stage:
@@ -107,8 +111,12 @@ class Stage:
         self._layer_inputs: LayerInputs | None = None
         self._kinds: Set[LogitsKind] = frozenset()
         """The logits that rows of the last run requested."""
+        self._wanted_bytes: Mapping[str, int] = {}
+        """Bytes for each row of the tensors that enter the stage, by name; 0 where there is no such number."""
+        self._numbers: Sequence[int] = ()
+        """Numbers of the rows of the last run that were computed."""
         self._gathered: dict[int, RowLogits] = {}
-        """Whole rows of the last run that the group assembled, by number of the row."""
+        """Whole rows of the last run that the group assembled, by place in the batch."""
         self._native = native.Stage(
             first=self.is_first, repack=model.repack, exact=context.exact, fast_kernels=context.fast_kernels,
             touch_cells=warmup and model.numa is None,
@@ -122,6 +130,7 @@ class Stage:
             own = own_layers(wanted_inputs, layers, model_file.n_layer)
             self._layer_inputs = LayerInputs(self._context, own, self._n_embd, model_file.n_layer) if own else None
             self.cut = self._dry_run()
+            self._filter = self._row_filter(context)
             self.exact_in_company: bool = (
                 self._native.orders_cells and model_file.architecture not in _DIFFER_IN_COMPANY
             )
@@ -182,7 +191,13 @@ class Stage:
                 ")",
             )
         self.forget_all()
+        self._wanted_bytes = dict(zip(self._native.wanted, self._native.wanted_row_bytes, strict=True))
         return BoundaryTensors(Counter(self._native.wanted), Counter(self._native.produced))
+
+    def _row_filter(self, context: ContextConfig) -> RowFilter:
+        drops = self.rolls_back and not context.exact and all(self._wanted_bytes.values())
+        tip = functools.partial(lib.llama_memory_seq_pos_max, self._memory) if self.group else None
+        return RowFilter(self._wanted_bytes if drops else None, tip)
 
     def _check_group(self) -> None:
         """Raises RunError if the group could not compute the last run."""
@@ -216,16 +231,36 @@ class Stage:
         """Empty all sequences."""
         lib.llama_memory_clear(self._memory, True)
 
-    def decode(self, run: Run, incoming: bytes | bytearray | memoryview | None, headroom: int = 0) -> Outcome:
-        """Apply the run's operations and decode its rows.
+    def decode(
+        self,
+        run: Run,
+        incoming: bytes | bytearray | memoryview | None,
+        headroom: int = 0,
+        dead: frozenset[int] = frozenset(),
+    ) -> Outcome:
+        """Apply the run's operations and decode its rows, but for those that were dropped.
 
         `incoming`: output of the stage before this one, without its headroom; on a later stage, None is for timing
-        only, and computes on noise. `headroom`: bytes to leave free at the start of the output. Raises RunError when
-        libllama refuses the run.
+        only, and computes on noise. `headroom`: bytes to leave free at the start of the output. `dead`: numbers of the
+        rows that may be dropped as well. Raises RunError when libllama refuses the run.
         """
         self.apply(run.ops)
         if run.cancelled or not run.rows:
             return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
+        dropped = self._filter.dropped(run, dead)
+        if incoming is not None and (filtered := self._filter.incoming(memoryview(incoming), run, dropped)) is None:
+            dropped = run.dropped
+        elif incoming is not None:
+            incoming = filtered
+        if len(dropped) == len(run.rows):
+            return Outcome(bytearray(headroom), (), 0.0, True)
+        self._numbers = kept(range(len(run.rows)), dropped)
+        return self._decode(replace(run, rows=kept(run.rows, dropped)) if dropped else run, incoming, headroom, dropped)
+
+    def _decode(
+        self, run: Run, incoming: bytes | bytearray | memoryview | None, headroom: int, dropped: frozenset[int]
+    ) -> Outcome:
+        """Decode the rows of a run, without those that are dropped."""
         self._batch.fill(run.rows, self.is_last)
         timing_only = incoming is None and not self.is_first
         received = self._noise(run) if timing_only else incoming  # a name of its own: libllama reads it until end_run
@@ -248,7 +283,11 @@ class Stage:
         if self._native.misplaced or (self._native.missing and not timing_only):
             raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
         inputs = self._layer_inputs.of_run(len(run.rows)) if self._layer_inputs is not None else ()
-        return Outcome(outgoing, self._extract(run) if self.is_last else (), compute_s, False, inputs)
+        rows = self._extract(run) if self.is_last else ()
+        if dropped:
+            rows = tuple(replace(row, row=self._numbers[row.row]) for row in rows)
+            inputs = tuple(with_dropped(states, self._numbers, len(dropped)) for states in inputs)
+        return Outcome(outgoing, rows, compute_s, False, inputs, dropped)
 
     @property
     def tapped(self) -> tuple[int, ...]:
@@ -275,8 +314,8 @@ class Stage:
         parts = []
         for name, count in self.cut.wanted.items():
             encoded = name.encode()
-            padded = [part + bytes(-len(part) % 8) for part in (encoded, data)]
-            parts += [_FRAME.pack(len(encoded), len(data)), *padded] * count
+            whole = [part + bytes(padded(len(part)) - len(part)) for part in (encoded, data)]
+            parts += [FRAME.pack(len(encoded), len(data)), *whole] * count
         return b"".join(parts)
 
     @property
@@ -390,16 +429,17 @@ class Stage:
 
     def kept(self, run: Run) -> dict[int, RowLogits]:
         """The whole rows of the last run that are to be kept, by number of the row."""
-        logits_requests = {
-            i: run.logits_requests[row.logits_request] for i, row in enumerate(run.rows) if row.logits_request >= 0
-        }
-        kept = {i: logits_request for i, logits_request in logits_requests.items() if logits_request.keeps}
-        if self.group:
-            return {i: self._gathered[i] for i in kept}
-        return {i: whole_row(i, self._logits(i), logits_request) for i, logits_request in kept.items()}
+        found = {}
+        for place, number in enumerate(self._numbers):
+            index = run.rows[number].logits_request
+            if index < 0 or not (logits_request := run.logits_requests[index]).keeps:
+                continue
+            whole = self._gathered[place] if self.group else whole_row(place, self._logits(place), logits_request)
+            found[number] = replace(whole, row=number)
+        return found
 
     def _logits(self, row: int) -> NDArray[np.float32]:
-        """The logits of a row of the last run, of shape (n_vocab,). Valid until the next run is decoded."""
+        """The logits of a row of the last batch, of shape (n_vocab,). Valid until the next run is decoded."""
         return np.ctypeslib.as_array(lib.llama_get_logits_ith(self._context, row), (self._n_vocab,))
 
     def close(self) -> None:

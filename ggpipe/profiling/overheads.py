@@ -93,7 +93,7 @@ class HeadWork:
     def token_s(self) -> float:
         """Seconds from an encoded result to the next encoded run."""
         row = RowLogits(0, (1,), (0.0,), 0.0)
-        span = Span(rank=0, start_s=0.0, compute_s=1e-3, busy_s=1e-3, sent_bytes=0)
+        span = Span(rank=0, start_s=0.0, compute_s=1e-3, busy_s=1e-3, sent_bytes=0, n_rows=1)
         message = codec.result_message(RunResult(self._run.id, (row,), (span,), False))
         start_s = time.perf_counter()
         self._run = self._submitted(RunEnded(codec.read_result(message)))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from ggpipe.cluster.profile import Point
+from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run, Span
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.stage_thread import Loaded, Notice, PartDone, Passed, ResultReady, StageFailed, StageThread
@@ -102,7 +103,7 @@ class TimedStage:
         self._thread.submit(Run(id=self._id, rows=rows, ops=(KvOp(KvKind.RM, 0, p0=self.n_past),), logits_requests=()))
         time.sleep(after_s)
         start = time.monotonic()
-        self._thread.cancel((self._id,))
+        self._thread.cancel(CancelRuns((self._id,)))
         span, cancelled = self._outcome()
         self._last_rows = n_rows
         return max(span.start_s + span.busy_s - start, 0.0) if cancelled else None

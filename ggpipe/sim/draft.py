@@ -81,8 +81,8 @@ class VirtualDraft:
                 case SubmitRun(run):
                     self._answers[run.id] = self._paths.answers(run)
                     n_messages += self._pipeline.submit(run)
-                case CancelRuns(runs):
-                    n_messages += self._pipeline.cancel(runs)
+                case CancelRuns() as cancelled:
+                    n_messages += self._pipeline.cancel(cancelled)
                 case RunDone(records):
                     self._records += records
                 case ToHead(micro_batch):

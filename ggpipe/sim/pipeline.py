@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
+from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import Run, Span
 from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.cores import Cores
@@ -91,14 +92,16 @@ class VirtualPipeline:
         self._send(self._head, self._first, header_bytes(run), run, ())
         return sum(rank != self._head for rank in self._ranks[self._first])
 
-    def cancel(self, runs: tuple[int, ...]) -> int:
-        """Cancel runs; returns the number of messages that this takes."""
+    def cancel(self, cancelled: CancelRuns) -> int:
+        """Cancel runs and drop rows; returns the number of messages that this takes."""
         n_messages = 0
         for first, stage in self._stages.items():
             for rank in self._ranks[first]:
                 by_message = rank != self._head
                 n_messages += by_message
-                self._network.send(self._head, rank, HEADER_BYTES, functools.partial(stage.cancel, runs, by_message))
+                self._network.send(
+                    self._head, rank, HEADER_BYTES, functools.partial(stage.cancel, cancelled, by_message)
+                )
         return n_messages
 
     def _pass_on(self, run: Run, spans: tuple[Span, ...], rank: int) -> None:

@@ -235,8 +235,8 @@ class _Simulation:
                 case SubmitRun(run):
                     self._started(run)
                     n_messages += self._pipeline.submit(run)
-                case CancelRuns(runs):
-                    n_messages += self._pipeline.cancel(runs)
+                case CancelRuns() as cancelled:
+                    n_messages += self._pipeline.cancel(cancelled)
                 case RunDone(records):
                     self._count(records, TARGET)
                 case Sample(request, _):

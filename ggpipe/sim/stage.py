@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ggpipe.cluster.links import Overheads
+from ggpipe.core.dropped_rows import kept, rows_in_group
+from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import Row, Run, Span
 from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.cores import Cores, CpuTask, OwnCores
@@ -89,6 +91,8 @@ class Process:
 class _Job:
     run: Run
     spans: tuple[Span, ...]
+    rows: Sequence[Row] = ()
+    """Those that are computed."""
     start_s: float = 0.0
     decode_s: float = math.inf
     """Start of its decode."""
@@ -154,6 +158,8 @@ class VirtualStage:
         self._queue: collections.deque[_Job] = collections.deque()
         self._current: _Job | None = None
         self._cancelled: set[int] = set()
+        self._dead_rows: dict[int, set[int]] = collections.defaultdict(set)
+        """By run."""
         self._last_done = -1
         self._last_rows = 0
         self._rests_since = -_REST_S
@@ -164,11 +170,15 @@ class VirtualStage:
         if self._current is None:
             self._next()
 
-    def cancel(self, runs: tuple[int, ...], by_message: bool) -> None:
-        """Cancel runs. A rank that computes finds a message only when it polls; what one part finds, all do."""
-        self._cancelled.update(run for run in runs if run > self._last_done)
+    def cancel(self, cancelled: CancelRuns, by_message: bool) -> None:
+        """Cancel runs, and drop rows of those that are not begun. A rank that computes finds a message only when it
+        polls; what one part finds, all do."""
+        for run, row in cancelled.dead_rows:
+            if run > self._last_done:
+                self._dead_rows[run].add(row)
+        self._cancelled.update(run for run in cancelled.runs if run > self._last_done)
         job = self._current
-        if job is not None and job.run.id in runs and not job.run.cancelled:
+        if job is not None and job.run.id in cancelled.runs and not job.run.cancelled:
             delay_s = self._overheads.poll_delay_s if by_message else 0.0
             self._clock.after(delay_s + self._overheads.abort_s, lambda: self._abort(job))
 
@@ -190,17 +200,19 @@ class VirtualStage:
         run = job.run
         if run.id in self._cancelled and not run.cancelled:
             run = job.run = replace(run, cancelled=True)
+        run = job.run = self._without_dead_rows(run)
+        job.rows = kept(run.rows, run.dropped)
         bare = run.cancelled or not run.rows
         job.n_left = bool(self._alone) + len(self._shared)
         changed = rested = False
         if not bare:
-            changed, self._last_rows = len(run.rows) != self._last_rows, len(run.rows)
+            changed, self._last_rows = len(job.rows) != self._last_rows, len(job.rows)
             rested = job.start_s - self._rests_since > _REST_S
         if self._alone:  # the slowest of them
             before_s = self._overheads.marker_s if bare else self._overheads.run_s
             if not bare:
                 job.decode_s = self._clock.now + before_s
-                before_s += max(part.work_s(run.rows, changed, rested) for part in self._alone)
+                before_s += max(part.work_s(job.rows, changed, rested) for part in self._alone)
             self._start(job, self._alone[0], before_s)
         for part in self._shared:
             part.process.computes(1)
@@ -210,6 +222,17 @@ class VirtualStage:
                 decode = functools.partial(self._decode, job, part, changed, rested)
                 part.process.do(self._overheads.run_s, decode, part.weight)
 
+    def _without_dead_rows(self, run: Run) -> Run:
+        """The run without the rows that are dropped now. A group fills up with dead ones, as if it always could."""
+        dead = self._dead_rows.pop(run.id, set()) - run.dropped
+        if not dead or run.cancelled:
+            return run
+        n_rows = len(run.rows) - len(run.dropped)
+        if self._group is not None:
+            n_more = rows_in_group(n_rows - len(dead), n_rows) - (n_rows - len(dead))
+            dead = set(sorted(dead)[n_more:])
+        return replace(run, dropped=run.dropped | dead, cancelled=len(dead) == n_rows)
+
     def _decode(self, job: _Job, part: StagePart, changed: bool, rested: bool) -> None:
         if self._current is not job:
             return
@@ -217,7 +240,7 @@ class VirtualStage:
             self._skip(job)
         else:
             job.decode_s = min(job.decode_s, self._clock.now)
-            self._start(job, part, part.work_s(job.run.rows, changed, rested))
+            self._start(job, part, part.work_s(job.rows, changed, rested))
 
     def _start(self, job: _Job, part: StagePart, work_s: float) -> None:
         task = job.tasks[part] = CpuTask(
@@ -233,8 +256,8 @@ class VirtualStage:
         if job.n_left:
             return
         if self._group is not None and job.run.rows and not job.run.cancelled:
-            n_wanted = sum(row.logits_request >= 0 for row in job.run.rows)
-            self._clock.after(self._group.seconds(len(job.run.rows), n_wanted), lambda: self._done(job))
+            n_wanted = sum(row.logits_request >= 0 for row in job.rows)
+            self._clock.after(self._group.seconds(len(job.rows), n_wanted), lambda: self._done(job))
         else:
             self._done(job)
 
@@ -248,10 +271,15 @@ class VirtualStage:
             part.process.computes(-1)
         compute_s = max(now - job.decode_s, 0.0)
         n_bytes = header_bytes(run)
-        if run.rows and not run.cancelled:
-            n_bytes += self._row_bytes * len(run.rows)
+        n_rows = 0 if run.cancelled else len(job.rows)
+        n_bytes += self._row_bytes * n_rows
         span = Span(
-            rank=self._rank, start_s=job.start_s, compute_s=compute_s, busy_s=now - job.start_s, sent_bytes=n_bytes
+            rank=self._rank,
+            start_s=job.start_s,
+            compute_s=compute_s,
+            busy_s=now - job.start_s,
+            sent_bytes=n_bytes,
+            n_rows=n_rows,
         )
         self._deliver(run, (*job.spans, span), self._rank)
         if self._current is None:

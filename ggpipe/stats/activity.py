@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ggpipe.config.model import TARGET
 from ggpipe.core.drafters import registry
 from ggpipe.core.layout import layer_range
+from ggpipe.core.messages import RunRecord, Span
 from ggpipe.stats.records import RankStats, RequestStats
 
 RankWork = tuple[int, int]
@@ -102,16 +103,23 @@ def with_work(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[Ran
 def wasted_s(stats: RequestStats) -> Mapping[RankWork, float]:
     """Seconds of decoding that did not help the request, by rank and model; 0 if nothing was wasted.
 
-    These are all of a cancelled run, and the share of rejected rows in other runs. A draft's run counts only if it was
-    cancelled, since drafting a token that is later rejected is not a waste.
+    These are all of a cancelled run, and the share of rejected rows in other runs, without those that were dropped. A
+    draft's run counts only if it was cancelled, since drafting a token that is later rejected is not a waste.
     """
     wasted: dict[RankWork, float] = collections.defaultdict(float)
     for run in stats.runs:
         rejected = stats.counters.rejected_rows.get(run.id, 0)
-        share = run.share if run.cancelled else min(rejected / run.n_run_rows, 1.0)
         for span in run.spans:
+            share = run.share if run.cancelled else rejected_share(run, span, rejected)
             wasted[span.rank, TARGET] += span.compute_s * share
     for run in stats.draft_runs:
         for span in run.spans:
             wasted[span.rank, run.model] += span.compute_s * run.share * run.cancelled
     return wasted
+
+
+def rejected_share(run: RunRecord, span: Span, n_rejected: int) -> float:
+    """The share of rejected rows among those that a rank computed for a run, `n_rejected` of whose rows were rejected
+    for the request. Rows that were dropped count as some of these."""
+    n_computed = min(max(n_rejected - (run.n_run_rows - span.n_rows), 0), span.n_rows)
+    return n_computed / max(span.n_rows, 1)

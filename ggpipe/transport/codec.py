@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
+from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import (
     KvKind,
     KvOp,
@@ -36,15 +37,15 @@ from ggpipe.core.messages import (
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 12
+VERSION = 13
 # version, flags, spans, logits requests, run, first run of kept rows, rows, operations, sequence ids of all rows, ids
-# that wants name, numbers of what is to be saved or restored, bytes of a row mask (for rows that died in flight; 0 so
-# far)
+# that wants name, numbers of what is to be saved or restored, bytes of the mask of dropped rows, which comes last
 _RUN = struct.Struct("<BBHIqqIIIIII")
+_MASK_BYTES, _MASK_BYTES_AT = struct.Struct("<I"), _RUN.size - 4
 _OP = struct.Struct("<Biiii")
 # kind, keeps, sums, n, banned ids, other ids
 _LOGITS_REQUEST = struct.Struct("<B??III")
-_SPAN = struct.Struct("<idddq")
+_SPAN = struct.Struct("<idddqI")
 # version, flags, spans, run, rows
 _RESULT = struct.Struct("<BBHqI")
 # row, kind, count, how many of them come last since they are named, log-sum-exp
@@ -54,6 +55,8 @@ _TO_DRAFTER = struct.Struct("<BBqqiI")
 _BEGIN, _ACCEPTED, _DONE = 1, 2, 3
 # run, row
 _ROW_OF_RUN = struct.Struct("<qi")
+# version, runs
+_CANCEL = struct.Struct("<BI")
 # version, run, rows, layers, numbers in a state
 _STATES = struct.Struct("<BqIHI")
 _BEGIN_DECODER = msgspec.msgpack.Decoder(BeginDrafting)  # once a request: no hot path
@@ -84,13 +87,25 @@ def run_header(run: Run) -> bytes:
         restores = isinstance(run.save, Restore)
         save = (run.save.request, run.save.seq, restores, len(name), *name, *run.save.tokens)
     flags = _CANCELLED if run.cancelled else 0
-    return b"".join((
+    header = b"".join((
         _RUN.pack(VERSION, flags, 0, len(run.logits_requests), run.id, run.kept_from, len(run.rows), len(run.ops),
                   len(seqs), len(named), len(save), 0),
         *(_OP.pack(op.kind, op.seq, op.dst, op.p0, op.p1) for op in run.ops),
         *(_LOGITS_REQUEST.pack(r.kind, r.keeps, r.sums, r.n, len(r.banned), len(r.also)) for r in run.logits_requests),
         _ints(named), _ints(table), _ints(seqs), _ints(save),
     ))  # fmt: skip
+    return header_without(header, len(run.rows), run.dropped) if run.dropped else header
+
+
+def header_without(header: bytes, n_rows: int, dropped: Collection[int]) -> bytes:
+    """The header without spans of a run of `n_rows` rows, of which these are dropped; its length does not depend on
+    which."""
+    n_bytes = -(-n_rows // 8)
+    (n_before,) = _MASK_BYTES.unpack_from(header, _MASK_BYTES_AT)
+    mask = sum(1 << row for row in dropped).to_bytes(n_bytes, "little")
+    masked = bytearray().join((header[: len(header) - n_before], mask))
+    _MASK_BYTES.pack_into(masked, _MASK_BYTES_AT, n_bytes)
+    return bytes(masked)
 
 
 def header_with(header: bytes, spans: tuple[Span, ...], cancelled: bool) -> bytes:
@@ -133,6 +148,7 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         name, tokens = bytes(numbers[:n_name]).decode(), tuple(numbers[n_name:])
         save = Restore(request, seq, tokens, name) if restores else Save(request, seq, tokens, name)
         at += 4 * n_save
+    mask = int.from_bytes(view[at : at + n_mask], "little")
     at += n_mask
     rows, used = [], 0
     for i in range(0, 5 * n_rows, 5):
@@ -151,6 +167,7 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         cancelled=bool(flags & _CANCELLED),
         save=save,
         kept_from=kept_from,
+        dropped=frozenset(row for row in range(n_rows) if mask >> row & 1) if mask else frozenset(),
     )
     return run, header, spans, at + -at % 8
 
@@ -193,14 +210,24 @@ def read_result(payload: Payload) -> RunResult:
     return RunResult(run, tuple(rows), spans, bool(flags & _CANCELLED))
 
 
-def ids_message(ids: tuple[int, ...]) -> Payload:
-    """Run ids to cancel, as one message."""
-    return struct.pack(f"<{len(ids)}q", *ids)
+def cancel_message(cancelled: CancelRuns) -> Payload:
+    """Runs to cancel, and dead rows of others, as one message."""
+    runs, rows = cancelled.runs, cancelled.dead_rows
+    return b"".join((
+        _CANCEL.pack(VERSION, len(runs)),
+        struct.pack(f"<{len(runs)}q", *runs),
+        *(_ROW_OF_RUN.pack(run, row) for run, row in rows),
+    ))  # fmt: skip
 
 
-def read_ids(payload: Payload) -> tuple[int, ...]:
-    """The inverse of `ids_message`."""
-    return struct.unpack(f"<{len(payload) // 8}q", payload)
+def read_cancel(payload: Payload) -> CancelRuns:
+    """The inverse of `cancel_message`."""
+    view = memoryview(payload)
+    _check_version(view)
+    _, n_runs = _CANCEL.unpack_from(view)
+    at = _CANCEL.size + 8 * n_runs
+    rows = tuple((run, row) for run, row in _ROW_OF_RUN.iter_unpack(view[at:]))
+    return CancelRuns(struct.unpack_from(f"<{n_runs}q", view, _CANCEL.size), rows)
 
 
 def fetch_message(request: int, run: int, row: int) -> Payload:
@@ -356,7 +383,7 @@ def read_micro_batch(payload: Payload) -> tuple[MicroBatch, tuple[RunRecord, ...
 
 
 def _spans(spans: Sequence[Span]) -> bytes:
-    return b"".join(_SPAN.pack(s.rank, s.start_s, s.compute_s, s.busy_s, s.sent_bytes) for s in spans)
+    return b"".join(_SPAN.pack(s.rank, s.start_s, s.compute_s, s.busy_s, s.sent_bytes, s.n_rows) for s in spans)
 
 
 def _ints(values: Sequence[int]) -> bytes:
@@ -370,8 +397,8 @@ def _read_ints(view: memoryview, at: int, n: int) -> tuple[int, ...]:
 def _read_spans(view: memoryview, at: int, n: int) -> tuple[tuple[Span, ...], int]:
     end = at + n * _SPAN.size
     spans = tuple(
-        Span(rank=rank, start_s=start_s, compute_s=compute_s, busy_s=busy_s, sent_bytes=sent_bytes)
-        for rank, start_s, compute_s, busy_s, sent_bytes in _SPAN.iter_unpack(view[at:end])
+        Span(rank=rank, start_s=start_s, compute_s=compute_s, busy_s=busy_s, sent_bytes=sent_bytes, n_rows=n_rows)
+        for rank, start_s, compute_s, busy_s, sent_bytes, n_rows in _SPAN.iter_unpack(view[at:end])
     )
     return spans, end
 

@@ -132,8 +132,8 @@ class Driven:
             match action:
                 case SubmitRun(run):
                     self._submitted(run)
-                case CancelRuns(runs):
-                    self.pipeline.cancel(runs)
+                case CancelRuns():
+                    self.pipeline.cancel(action)
                 case ForgetStates(before):
                     assert before > self.forgotten
                     read = [row.state for run in self.pipeline.in_flight.values() for row in run.rows]

@@ -12,7 +12,7 @@ from support.requests import changed, core_request
 
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Accepted, Expansion, MicroBatch
-from ggpipe.core.events import Drafted, RunEnded
+from ggpipe.core.events import CancelRuns, Drafted, RunEnded
 from ggpipe.core.messages import KvKind, KvOp, RunResult
 from ggpipe.core.request import Finish, Request
 
@@ -185,7 +185,7 @@ def test_wrong_draft_tokens_are_cancelled_in_one_message() -> None:
     for i in range(3):
         draft_token(head, i, i + 1, 990 + i)
     come_back(head)
-    assert list(head.pipeline.stages[0].cancels) == [(2, 3, 4)]
+    assert list(head.pipeline.stages[0].cancels) == [CancelRuns((2, 3, 4))]
     counters = head.scheduler.counters(1)
     assert (counters.cancelled_runs, counters.cancelled_tokens) == (3, 3)
 

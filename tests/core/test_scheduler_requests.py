@@ -16,7 +16,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fake_drafts import Adversary, Echo, FakeDraftModel, RealDraft, Silent, TextDraft
-from support.fakes import END, NO_FILES, FakeModel, Restored
+from support.fakes import END, NO_FILES, Dropping, FakeModel, Restored
 from support.heads import Head
 from support.requests import changed, core_request
 
@@ -49,12 +49,14 @@ class Scenario:
     alike: float = 0.4
     """How often a prompt begins as an earlier text does."""
     hybrid: bool = False
+    drops: tuple[Dropping, ...] = ()
+    """Of each stage; those without drop all dead rows."""
     restored: Restored = NO_FILES
     draft_restored: Restored = NO_FILES
 
     def open(self) -> Head:
         drafts = [self._draft(number, kind) for number, kind in enumerate(self.drafts)]
-        head = Head(self.limits, self.n_stages, self.model, drafts, self.restored, self.hybrid)
+        head = Head(self.limits, self.n_stages, self.model, drafts, self.restored, self.hybrid, self.drops)
         head.fetches = self.seed % 2 == 1
         return head
 
@@ -99,6 +101,7 @@ def speculations(n_draft: int, n_min: int) -> st.SearchStrategy[SpeculationConfi
 
 
 KINDS = st.sampled_from(get_args(Kind))
+DROPS = st.lists(st.sampled_from(Dropping), max_size=3).map(tuple)
 DRAFTS = st.lists(KINDS, min_size=1, max_size=2).map(tuple) | st.lists(KINDS, min_size=1, max_size=4).map(tuple)
 
 PACES = st.fixed_dictionaries(
@@ -185,6 +188,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         stops=draw(st.dictionaries(st.integers(1, 5), st.integers(0, 200), max_size=2)),
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
+        drops=draw(DROPS),
     )
 
 
@@ -218,6 +222,7 @@ def thickets(draw: st.DrawFn) -> Scenario:
         stops={},
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
+        drops=draw(DROPS),
     )
 
 
@@ -266,6 +271,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
         stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 900), max_size=2)),
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
+        drops=draw(DROPS),
         alike=0.9,
         restored=restored(target),
         draft_restored=restored(draft),
@@ -276,7 +282,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
 def recurrent(draw: st.DrawFn) -> Scenario:
     """Conversations with a model whose states cannot go back, on up to four stages."""
     scenario = draw(conversations() | scenarios())
-    limits = replace(scenario.limits, partial_prefixes=False, rolls_back=False)
+    limits = replace(scenario.limits, partial_prefixes=False, rolls_back=False, drops_rows=False)
     return replace(
         scenario,
         limits=replace(limits, n_seq=limits.n_requests + limits.n_prefixes + draw(st.integers(0, 6))),

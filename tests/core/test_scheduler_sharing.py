@@ -70,7 +70,7 @@ class Pipeline:
         text_s = next((s for least, s in reversed(self._text_s.items()) if least <= n_text), 0.0)
         seconds = self._seconds[max(len(run.rows) - n_text, 1)] + n_text * text_s
         spans = tuple(
-            Span(rank=rank, start_s=0.0, compute_s=seconds, busy_s=seconds, sent_bytes=0)
+            Span(rank=rank, start_s=0.0, compute_s=seconds, busy_s=seconds, sent_bytes=0, n_rows=len(run.rows))
             for rank in range(self._n_stages)
         )
         rows = tuple(RowLogits(i, (7,), (0.0,), 0.0) for i, row in enumerate(run.rows) if row.logits_request >= 0)

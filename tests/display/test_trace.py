@@ -125,7 +125,7 @@ def test_runs_are_where_the_heads_clock_puts_them() -> None:
         ("draft run 2 · 2 tokens · cancelled", 200, 220),
     ]
     args = next(e["args"] for e in found if e["name"].startswith("run 2") and e["pid"] == 0)
-    assert args == {"run": 2, "rows": 4, "draft_tokens": 3, "sent_bytes": 40, "cancelled": False}
+    assert args == {"run": 2, "rows": 4, "computed_rows": 4, "draft_tokens": 3, "sent_bytes": 40, "cancelled": False}
 
 
 def test_decoding_is_inside_its_run() -> None:
@@ -269,7 +269,7 @@ def test_nothing_known() -> None:
                 n_run_rows=1,
                 n_draft_tokens=0,
                 cancelled=False,
-                spans=(Span(rank=3, start_s=1.0, compute_s=0.5, busy_s=0.5, sent_bytes=0),),
+                spans=(Span(rank=3, start_s=1.0, compute_s=0.5, busy_s=0.5, sent_bytes=0, n_rows=1),),
             )
         ]
     )
@@ -332,7 +332,7 @@ def grouped() -> tuple[RequestStats, list[RankStats]]:
     """A stage of one rank, and one of two, whose part 1 begins and ends later than part 0."""
     ranks = [RankStats(rank=0, layers=(0, 2)), RankStats(rank=1, layers=(2, 4)), RankStats(rank=2, layers=(2, 4))]
     spans = tuple(
-        Span(rank=rank, start_s=start, compute_s=0.1, busy_s=0.2, sent_bytes=8)
+        Span(rank=rank, start_s=start, compute_s=0.1, busy_s=0.2, sent_bytes=8, n_rows=1)
         for rank, start in ((0, 10.0), (1, 10.3), (2, 10.4))
     )
     run = RunRecord(id=1, request=1, n_rows=1, n_run_rows=1, n_draft_tokens=0, cancelled=False, spans=spans)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.commands import ROOT, TARGET
+from support.near_ties import differ_at_near_ties_only
 from support.pipeline import local_session
-from support.reference import Logits, Reference, run_of
+from support.reference import Reference
 from support.requests import asked
 from support.zoo import make
 
@@ -29,7 +29,6 @@ from ggpipe.stats.records import RequestStats
 DRAFT = TARGET.with_name("tales-draft.gguf")
 N_CTX = 512
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
-NEAR_TIE = 0.1  # standard deviations of a row
 MODES = {mode: SpeculationConfig(mode=mode, n_draft=4, n_parallel=2) for mode in ("iterative", "speculative", "async")}
 
 
@@ -66,17 +65,6 @@ def generate(session: Session, mode: str = "iterative", n: int = 60) -> tuple[li
     return list(request.token_ids), request.stats
 
 
-def differ_at_near_ties_only(
-    tokens: Sequence[int], expected: Sequence[int], path: Path = TARGET, text: Sequence[int] = ()
-) -> None:
-    """The first tokens that differ nearly tie, by the whole model's logits."""
-    at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), None)
-    if at is not None:
-        with Reference(path, N_CTX) as reference:
-            row: Logits = reference.decode(run_of(1, [*(text or prompt()), *expected[:at]], 0))[-1]
-        assert abs(row[tokens[at]] - row[expected[at]]) < NEAR_TIE * float(np.std(row)), at
-
-
 @cache
 def whole_text() -> list[int]:
     with Reference(TARGET, N_CTX) as reference:
@@ -97,7 +85,7 @@ def test_a_group_writes_the_text_in_all_modes(split: str, tensor_split: tuple[fl
         for mode in MODES:
             tokens, stats = generate(session, mode)
             assert len(tokens) == 60
-            differ_at_near_ties_only(tokens, whole_text())
+            differ_at_near_ties_only(tokens, whole_text(), TARGET, prompt())
             if mode == "speculative":
                 assert stats.counters.accepted_tokens > 0
             at_work = [rank for rank in stats.ranks if rank.layers[1] > 0 and (mode == "speculative" or not rank.draft)]
@@ -115,7 +103,7 @@ def test_requests_share_a_group() -> None:
                     session.cancel(dropped)
             assert [len(request.token_ids) for request in (first, second)] == [60, 60]
             for request in (first, second):
-                differ_at_near_ties_only(request.token_ids, whole_text())
+                differ_at_near_ties_only(request.token_ids, whole_text(), TARGET, prompt())
             while dropped.is_active:
                 session.step()
 
@@ -170,7 +158,7 @@ def test_each_part_keeps_its_prompt_cache(tmp_path: Path) -> None:
         assert session.warnings == ()
         tokens, stats = generate(session, "speculative")
         assert stats.counters.cached_tokens > 50
-        differ_at_near_ties_only(tokens, expected)
+        differ_at_near_ties_only(tokens, expected, TARGET, prompt())
     with session_of(config_of("0.5,0.5*2/1.0", (3, 1), tmp_path / "cache")) as session:
         assert "it was written with layers" in str(session.warnings[0])
         assert "part 0 of 0.5, 0.5" in str(session.warnings[0])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 from support.commands import HANG_S
 
 from ggpipe.config.layer_split import parse_layer_split
+from ggpipe.core.events import CancelRuns
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, RunResult, Span
 from ggpipe.engine.pipeline import Pipeline
@@ -25,9 +26,9 @@ from ggpipe.transport.local import LocalWorld
 N_RUNS = 60
 
 
-def run_of(number: int, rows: bool = True) -> Run:
+def run_of(number: int, n_rows: int = 1) -> Run:
     row = Row(token=7, pos=number, seqs=(0,), request=1)
-    return Run(id=number, rows=(row,) * rows, ops=(KvOp(KvKind.RM, 0, -1, number, -1),))
+    return Run(id=number, rows=(row,) * n_rows, ops=(KvOp(KvKind.RM, 0, -1, number, -1),))
 
 
 # Messages
@@ -38,13 +39,13 @@ class FakeThread:
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
-        self.cancelled: list[int] = []
+        self.cancelled: list[CancelRuns] = []
 
     def submit(self, run: Run) -> None:
         self.runs.append(run)
 
-    def cancel(self, runs: tuple[int, ...]) -> None:
-        self.cancelled += runs
+    def cancel(self, cancelled: CancelRuns) -> None:
+        self.cancelled.append(cancelled)
 
 
 class Ranks:
@@ -95,7 +96,7 @@ def test_part_0_sends_a_run_to_all_parts_of_the_next_stage() -> None:
 
 def test_other_parts_send_the_head_their_time() -> None:
     ranks = ranks_of("0.3*2,0.7*2")
-    span = Span(rank=3, start_s=1.0, compute_s=0.5, busy_s=0.6, sent_bytes=0)
+    span = Span(rank=3, start_s=1.0, compute_s=0.5, busy_s=0.6, sent_bytes=0, n_rows=1)
     ranks.pipelines[3].deliver(PartDone(5, span))
     (message,) = ranks.arrived(0)
     assert (message.kind, codec.read_part_span(message.payload)) == (Kind.PART_SPAN, (5, span))
@@ -111,11 +112,12 @@ def test_the_last_stages_part_0_ends_a_run() -> None:
 
 def test_cancels_reach_all_parts() -> None:
     ranks = ranks_of("0.3*2,0.7*2")
-    ranks.pipelines[0].cancel((3, 4))
-    assert ranks.threads[0].cancelled == [3, 4]
+    cancelled = CancelRuns((3, 4), ((5, 0), (6, 1)))
+    ranks.pipelines[0].cancel(cancelled)
+    assert ranks.threads[0].cancelled == [cancelled]
     for rank in (1, 2, 3):
         (message,) = ranks.arrived(rank)
-        assert (message.kind, codec.read_ids(message.payload)) == (Kind.CANCEL, (3, 4))
+        assert (message.kind, codec.read_cancel(message.payload)) == (Kind.CANCEL, cancelled)
 
 
 # Agreement
@@ -127,16 +129,17 @@ class Sums:
     def __init__(self, n_parts: int) -> None:
         self._barrier = threading.Barrier(n_parts)
         self._stops = [False] * n_parts
+        self._numbers: list[list[float]] = [[]] * n_parts
 
     def connect(self, part: int) -> FakeSum:
         return FakeSum(self, part)
 
-    def agree(self, part: int, stop: bool) -> bool:
-        self._stops[part] = stop
+    def agree(self, part: int, stop: bool, numbers: Sequence[float] = ()) -> tuple[bool, list[float]]:
+        self._stops[part], self._numbers[part] = stop, list(numbers)
         self._barrier.wait(HANG_S)
-        stop = any(self._stops)
+        stop, sums = any(self._stops), [sum(of_row) for of_row in zip(*self._numbers, strict=True)]
         self._barrier.wait(HANG_S)
-        return stop
+        return stop, sums
 
     def abandon(self) -> None:
         self._barrier.abort()
@@ -150,10 +153,12 @@ class FakeSum:
         self.lost = False
 
     def sum(self, data: int, n: int, stop: bool) -> bool:
-        assert ctypes.c_float.from_address(data).value == 0
-        assert n == 1
+        numbers = (ctypes.c_float * n).from_address(data)
         try:
-            return self._sums.agree(self._part, stop)
+            stop, sums = self._sums.agree(self._part, stop, [float(number) for number in numbers])
+            for i, total in enumerate(sums):
+                numbers[i] = total
+            return stop
         except threading.BrokenBarrierError:
             self.lost = True
             return True
@@ -169,17 +174,17 @@ class FakeStage:
 
     def __init__(self, sums: Sums, part: int) -> None:
         self._sums, self._part = sums, part
-        self.computed: list[tuple[int, bool]] = []
+        self.computed: list[tuple[int, bool, frozenset[int]]] = []
         self.applied: list[KvOp] = []
         self._cancelled: set[int] = set()
 
-    def decode(self, run: Run, incoming: object, headroom: int) -> Outcome:
+    def decode(self, run: Run, incoming: object, headroom: int, dead: frozenset[int]) -> Outcome:
         self.applied += run.ops
         if run.cancelled or not run.rows:
             return Outcome(bytearray(), (), 0.0, run.cancelled)
-        cancelled = self._sums.agree(self._part, run.id in self._cancelled)
-        self.computed.append((run.id, cancelled))
-        return Outcome(bytearray(), (), 0.1, cancelled)
+        cancelled, _ = self._sums.agree(self._part, run.id in self._cancelled)
+        self.computed.append((run.id, cancelled, dead))
+        return Outcome(bytearray(), (), 0.1, cancelled, dropped=dead)
 
     def cancel(self, run: int) -> None:
         self._cancelled.add(run)
@@ -219,19 +224,20 @@ def parts_of(n: int) -> list[Part]:
 def test_all_parts_skip_the_same_runs_whenever_cancels_arrive(n_parts: int, seed: int) -> None:
     rng = random.Random(seed)
     parts = parts_of(n_parts)
-    moves: list[tuple[Part, int, bool]] = []
+    moves: list[tuple[Part, Run | CancelRuns]] = []
     for part in parts:
-        own = [(part, number, False) for number in range(N_RUNS)]
+        own: list[tuple[Part, Run | CancelRuns]] = [(part, run_of(number, number % 7)) for number in range(N_RUNS)]
         for number in range(0, N_RUNS, 3):  # anywhere behind the run's own message, or in front of it
-            own.insert(rng.randrange(len(own)), (part, number, True))
+            rows = () if number % 7 > 5 else ((number + 1, 0), (number + 1, number % 7))
+            own.insert(rng.randrange(len(own)), (part, CancelRuns((number,), rows)))
         moves += own
     lanes = {id(part): [move for move in moves if move[0] is part] for part in parts}
     while any(lanes.values()):
-        part, number, is_cancel = rng.choice([lane for lane in lanes.values() if lane]).pop(0)
-        if is_cancel:
-            part.thread.cancel((number,))
+        part, message = rng.choice([lane for lane in lanes.values() if lane]).pop(0)
+        if isinstance(message, CancelRuns):
+            part.thread.cancel(message)
         else:
-            part.thread.submit(run_of(number, rows=number % 7 > 0))
+            part.thread.submit(message)
     for part in parts:
         for _ in range(N_RUNS):
             assert part.done.acquire(timeout=HANG_S)
@@ -245,7 +251,13 @@ def test_all_parts_skip_the_same_runs_whenever_cancels_arrive(n_parts: int, seed
     assert [outcome.result.run for outcome in first.outcomes] == list(range(N_RUNS))
     ended = {outcome.result.run for outcome in first.outcomes if outcome.result.cancelled}
     assert not ended - set(range(0, N_RUNS, 3)), "nobody cancelled it"
-    computed = {number for number, cancelled in first.stage.computed if not cancelled}
+    computed = {number for number, cancelled, _ in first.stage.computed if not cancelled}
+    for number, _, dead in first.stage.computed:
+        assert dead in (frozenset(), frozenset({0, (number - 1) % 7})), "rows of another run, or not all at once"
+        assert not dead or number % 3 == 1
+    n_rows = {outcome.result.run: outcome.result.spans[-1].n_rows for outcome in first.outcomes}
+    for number, cancelled, dead in first.stage.computed:
+        assert n_rows[number] == (0 if cancelled else number % 7 - len(dead))
     assert computed == {number for number in range(N_RUNS) if number % 7 > 0} - ended
     for part in parts[1:]:
         assert [outcome.run for outcome in part.outcomes] == list(range(N_RUNS))

@@ -136,7 +136,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_links_are_not_measured_by_clocks_that_were_not_compared() -> None:
     spans = tuple(
-        Span(rank=rank, start_s=start_s, compute_s=1, busy_s=1, sent_bytes=0)
+        Span(rank=rank, start_s=start_s, compute_s=1, busy_s=1, sent_bytes=0, n_rows=1)
         for rank, start_s in ((0, 10.0), (1, 11.5), (2, 500.0))
     )
     run = RunRecord(

@@ -23,7 +23,7 @@ def ranks() -> list[RankStats]:
 
 
 def span(rank: int) -> Span:
-    return Span(rank=rank, start_s=0.0, compute_s=1.0, busy_s=2.0, sent_bytes=10)
+    return Span(rank=rank, start_s=0.0, compute_s=1.0, busy_s=2.0, sent_bytes=10, n_rows=1)
 
 
 def records(run: int, *spans: int) -> list[RunRecord]:

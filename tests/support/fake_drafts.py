@@ -100,8 +100,8 @@ class RealDraft:
             match action:
                 case SubmitRun(run):
                     self._submitted(run)
-                case CancelRuns(runs):
-                    self.pipeline.cancel(runs)
+                case CancelRuns():
+                    self.pipeline.cancel(action)
                 case ToHead(batch):
                     self._sent(batch)
         self.drafter.validate()

@@ -7,12 +7,15 @@ the cache of the last stage, so a cache that is out of step gives a wrong text.
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ggpipe.core.dropped_rows import DeadRow, kept
+from ggpipe.core.events import CancelRuns
 from ggpipe.core.kv.prefix_cache import RESTORED
 from ggpipe.core.messages import KvKind, KvOp, LogitsRequest, Restore, Row, RowLogits, Run, RunResult, Save, Span
 from ggpipe.core.request import Finish
@@ -168,6 +171,10 @@ class FakeCache:
         assert len(self.cells) <= self.n_ctx, "libllama: no free cells"
         return histories
 
+    def tip(self, seq: int) -> int:
+        """The last position in a sequence; -1: it is empty."""
+        return max(self._sequences[seq], default=-1)
+
     def _cells_of(self, seq: int) -> dict[int, Cell]:
         assert 0 <= seq < self.n_seq
         return self._sequences[seq]
@@ -202,14 +209,25 @@ Answer = Callable[[int, Row, LogitsRequest, Tokens], RowLogits]
 """What a model says of a row: its place in the run, the row, what it wants, and the tokens that it sees."""
 
 
+class Dropping(enum.Enum):
+    """Which dead rows a stage drops."""
+
+    ALL = enum.auto()
+    SOME = enum.auto()
+    """As a group, it computes some whose sequences have no gap."""
+    NONE = enum.auto()
+
+
 @dataclass
 class FakeStage:
     """Runs and cancel messages come over different ways: each keeps its order, none waits for the other."""
 
     cache: FakeCache
     runs: collections.deque[Run] = field(default_factory=collections.deque)
-    cancels: collections.deque[Tokens] = field(default_factory=collections.deque)
+    cancels: collections.deque[CancelRuns] = field(default_factory=collections.deque)
     cancelled: set[int] = field(default_factory=set)
+    dead_rows: set[DeadRow] = field(default_factory=set)
+    drops: Dropping = Dropping.ALL
     past: set[int] = field(default_factory=set)
     computing: Run | None = None
     histories: list[Tokens] = field(default_factory=list)
@@ -231,8 +249,28 @@ class FakeStage:
             self.saved.append(run.save)
         if run.cancelled or not run.rows:
             return self._through(run)
-        self.computing, self.histories = run, self.cache.decode(run.rows)
+        run = replace(run, dropped=run.dropped | self._dropped(run))
+        if len(run.dropped) == len(run.rows):
+            return self._through(replace(run, cancelled=True))
+        self.computing, self.histories = run, self.cache.decode(kept(run.rows, run.dropped))
         return None
+
+    def _dropped(self, run: Run) -> set[int]:
+        """Dead rows of a run that are not computed here."""
+        dead = {row for number, row in self.dead_rows if number == run.id} - run.dropped
+        match self.drops:
+            case Dropping.NONE:
+                return set()
+            case Dropping.SOME:
+                tips: dict[int, int] = {}
+                for number, row in enumerate(run.rows):
+                    if number in dead and len(row.seqs) == 1 and chance(run.id, number) % 2:
+                        seq = row.seqs[0]
+                        if row.pos - 1 == tips.get(seq, self.cache.tip(seq)):
+                            dead.remove(number)
+                    if number not in dead | run.dropped:
+                        tips |= dict.fromkeys(row.seqs, row.pos)
+        return dead
 
     def finish(self) -> Run:
         """The run that is computed."""
@@ -241,17 +279,20 @@ class FakeStage:
 
     def hear(self) -> Run | None:
         """Take a cancel message. Returns the run that it aborts."""
-        runs = set(self.cancels.popleft()) - self.past
+        message = self.cancels.popleft()
+        runs = set(message.runs) - self.past
         self.cancelled |= runs
+        self.dead_rows |= {(run, row) for run, row in message.dead_rows if run not in self.past}
         if self.computing is None or self.computing.id not in runs:
             return None
-        self.cache.forget(self.computing.rows)
+        self.cache.forget(kept(self.computing.rows, self.computing.dropped))
         return self._through(replace(self.computing, cancelled=True))
 
     def _through(self, run: Run) -> Run:
         self.computing = None
         self.past.add(run.id)
         self.cancelled.discard(run.id)
+        self.dead_rows = {one for one in self.dead_rows if one[0] != run.id}
         return run
 
 
@@ -259,13 +300,25 @@ class FakePipeline:
     """Stages in a row, and what must hold of whoever feeds them. Nothing moves by itself."""
 
     def __init__(
-        self, n_stages: int, n_ctx: int, n_seq: int, n_rows: int, answer: Answer, hybrid: bool = False
+        self,
+        n_stages: int,
+        n_ctx: int,
+        n_seq: int,
+        n_rows: int,
+        answer: Answer,
+        hybrid: bool = False,
+        drops: Sequence[Dropping] = (),
     ) -> None:
+        """`drops`: of each stage; those without drop all dead rows."""
         self.stages = [FakeStage(FakeCache(n_ctx, n_seq, hybrid)) for _ in range(n_stages)]
+        for stage, own in zip(self.stages, drops, strict=False):
+            stage.drops = own
         self.results: collections.deque[tuple[Run, tuple[RowLogits, ...]]] = collections.deque()
         self.in_flight: dict[int, Run] = {}
         self.cancelled: set[int] = set()
         """Of those in flight."""
+        self.dead_rows: set[DeadRow] = set()
+        """All that the stages were told of."""
         self.run_of: dict[tuple[int, Tokens], int] = {}
         """(request, tokens up to a row) -> the run that carries the row."""
         self.rows_of: dict[int, list[tuple[int, Tokens]]] = {}
@@ -308,13 +361,20 @@ class FakePipeline:
         self.in_flight[run.id] = run
         self.stages[0].runs.append(run)
 
-    def cancel(self, runs: Tokens) -> None:
-        assert runs
-        assert set(runs) <= set(self.in_flight)
-        assert not self.cancelled & set(runs)
-        self.cancelled |= set(runs)
+    def cancel(self, message: CancelRuns) -> None:
+        runs = set(message.runs)
+        assert runs or message.dead_rows
+        assert runs <= set(self.in_flight)
+        assert not self.cancelled & runs
+        self.cancelled |= runs
+        dead_rows = set(message.dead_rows)
+        assert len(dead_rows) == len(message.dead_rows)
+        assert not self.dead_rows & dead_rows, "a row dies twice"
+        assert not self.cancelled & {run for run, _ in dead_rows}
+        assert all(row < len(self.in_flight[run].rows) for run, row in dead_rows)
+        self.dead_rows |= dead_rows
         for stage in self.stages:
-            stage.cancels.append(runs)
+            stage.cancels.append(message)
 
     def take_result(self, seconds: float = 0.0, total_s: float = 0.0) -> RunResult:
         """The oldest that has come back. Each run ends once. `seconds`: in its slowest stage, `total_s`: in all."""
@@ -322,9 +382,10 @@ class FakePipeline:
         assert self.in_flight.pop(run.id).rows == run.rows
         self.cancelled.discard(run.id)
         self.ended.add(run.id)
+        n_rows = 0 if run.cancelled else len(run.rows) - len(run.dropped)
         spans = (
-            Span(rank=0, start_s=0.0, compute_s=seconds, busy_s=seconds, sent_bytes=0),
-            Span(rank=1, start_s=0.0, compute_s=0.0, busy_s=total_s - seconds, sent_bytes=0),
+            Span(rank=0, start_s=0.0, compute_s=seconds, busy_s=seconds, sent_bytes=0, n_rows=len(run.rows)),
+            Span(rank=1, start_s=0.0, compute_s=0.0, busy_s=total_s - seconds, sent_bytes=0, n_rows=n_rows),
         )
         return RunResult(run.id, rows, spans, run.cancelled)
 
@@ -359,10 +420,11 @@ class FakePipeline:
             return
         rows: tuple[RowLogits, ...] = ()
         if not run.cancelled:
-            seen = zip(run.rows, self.stages[stage].histories if run.rows else [], strict=True)
+            numbered = kept(list(enumerate(run.rows)), run.dropped)
+            seen = zip(numbered, self.stages[stage].histories if run.rows else [], strict=True)
             rows = tuple(
                 self._answer(i, row, run.logits_requests[row.logits_request], history)
-                for i, (row, history) in enumerate(seen)
+                for (i, row), history in seen
                 if row.logits_request >= 0
             )
         self.results.append((run, rows))

@@ -59,13 +59,19 @@ class Parts:
         futures = [thread.submit(guarded, part) for part, thread in enumerate(self._threads)]
         return [future.result(_WAIT_S) for future in futures]
 
-    def decode(self, run: Run, incoming: bytes | bytearray | memoryview | None, headroom: int = 0) -> Outcome:
+    def decode(
+        self,
+        run: Run,
+        incoming: bytes | bytearray | memoryview | None,
+        headroom: int = 0,
+        dead: frozenset[int] = frozenset(),
+    ) -> Outcome:
         """What part 0 makes of a run; the others must make the same of it, but the logits."""
-        outcomes = self.each(lambda part: self.stages[part].decode(run, incoming, headroom))
+        outcomes = self.each(lambda part: self.stages[part].decode(run, incoming, headroom, dead))
         first = outcomes[0]
         for other in outcomes[1:]:
             assert other.outgoing == first.outgoing
-            assert other.cancelled == first.cancelled
+            assert (other.cancelled, other.dropped) == (first.cancelled, first.dropped)
             assert not other.rows
         return first
 

@@ -40,6 +40,7 @@ from support.fake_drafts import Adversary, AnyDraft, RealDraft, TextDraft
 from support.fakes import (
     END,
     NO_FILES,
+    Dropping,
     FakeModel,
     FakePipeline,
     Move,
@@ -66,8 +67,9 @@ class Head:
         drafts: Sequence[AnyDraft],
         restored: Restored = NO_FILES,
         hybrid: bool = False,
+        drops: Sequence[Dropping] = (),
     ) -> None:
-        """`hybrid`: the model has recurrent layers."""
+        """`hybrid`: the model has recurrent layers. `drops`: of each stage."""
         self.limits, self.model = limits, model
         self.drafts = {draft.id: draft for draft in drafts}
         text_drafters = {draft.id: draft for draft in drafts if isinstance(draft, TextDraft)}
@@ -75,7 +77,7 @@ class Head:
             text_draft.answered = self._note_probs
         self.scheduler = Scheduler(limits, restored.tokens, text_drafters)
         n_rows = min(limits.n_batch, limits.n_ubatch)
-        self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, n_rows, self._answer, hybrid)
+        self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, n_rows, self._answer, hybrid, drops)
         if restored.tokens is not None:
             self.pipeline.restore(restored.tokens, restored.more)
         self.seen: dict[int, Seen] = {}
@@ -279,8 +281,13 @@ class Head:
                 assert bool(drafters) == ((request, seen.tokens) in self.pipeline.run_of)
                 assert set(drafters) <= set(seen.request.drafters)
                 seen.n_drafted += bool(drafters)
-            case CancelRuns(runs):
-                self.pipeline.cancel(runs)
+            case CancelRuns(runs, dead_rows):
+                self.pipeline.cancel(action)
+                for run_id, number in dead_rows:
+                    request, history = self.pipeline.rows_of[run_id][number]
+                    assert self.limits.drops_rows
+                    assert self._of(request).may_cancel
+                    assert not self._of(request).lives(history), "a row that lives is dropped"
                 for run_id in runs:
                     assert self._is_dead(run_id)
                     for request in {row.request for row in self.pipeline.in_flight[run_id].rows}:
@@ -403,6 +410,10 @@ class Head:
             may_cancel = all(self._of(row.request).may_cancel or not self._is_open(row.request) for row in run.rows)
             needed = any(self.pipeline.depends(other, [run.id]) for other in kept)
             assert needed or not may_cancel or not self._is_dead(run.id), "a run that nobody needs goes on"
+            for row, (request, history) in enumerate(self.pipeline.rows_of[run.id]):
+                dies = self.limits.drops_rows and self._is_open(request) and self._of(request).may_cancel
+                is_told = (run.id, row) in self.pipeline.dead_rows
+                assert not dies or is_told != self._of(request).lives(history), "a dead row is computed"
             kept.append(run.id)
 
     def _finished(self, seen: Seen, reason: Finish) -> None:

@@ -240,7 +240,14 @@ def _record(
         n_draft_tokens=n_draft_tokens,
         cancelled=cancelled,
         spans=tuple(
-            Span(rank=rank, start_s=start_s, compute_s=compute_s, busy_s=busy_s, sent_bytes=sent_bytes)
+            Span(
+                rank=rank,
+                start_s=start_s,
+                compute_s=compute_s,
+                busy_s=busy_s,
+                sent_bytes=sent_bytes,
+                n_rows=0 if cancelled else n_rows,
+            )
             for rank, (start_s, compute_s, busy_s, sent_bytes) in enumerate(spans)
         ),
     )

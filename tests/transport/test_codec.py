@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
+from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import (
     KvKind,
     KvOp,
@@ -34,7 +35,8 @@ SECONDS = st.floats(0, 1e6)
 FLOAT32 = st.floats(width=32, allow_nan=False)
 
 SPANS = st.lists(
-    st.builds(Span, rank=INT32, start_s=SECONDS, compute_s=SECONDS, busy_s=SECONDS, sent_bytes=INT64), max_size=5
+    st.builds(Span, rank=INT32, start_s=SECONDS, compute_s=SECONDS, busy_s=SECONDS, sent_bytes=INT64, n_rows=UINT32),
+    max_size=5,
 ).map(tuple)
 OPS = st.lists(st.builds(KvOp, st.sampled_from(KvKind), INT32, INT32, INT32, INT32), max_size=4).map(tuple)
 BANNED = st.lists(INT32, max_size=5).map(tuple)
@@ -183,8 +185,8 @@ def test_a_branching_run() -> None:
     wants = (LogitsRequest(LogitsKind.TOP, 40, (2, 3), True, False, (7, 9)), LogitsRequest(LogitsKind.FULL, 1, (0,)))
     run = Run(id=2**40, rows=rows, ops=ops, logits_requests=wants)
     spans = (
-        Span(rank=0, start_s=7.5, compute_s=0.25, busy_s=0.5, sent_bytes=4096),
-        Span(rank=1, start_s=8.0, compute_s=1e-6, busy_s=2e-6, sent_bytes=2**33),
+        Span(rank=0, start_s=7.5, compute_s=0.25, busy_s=0.5, sent_bytes=4096, n_rows=1),
+        Span(rank=1, start_s=8.0, compute_s=1e-6, busy_s=2e-6, sent_bytes=2**33, n_rows=1),
     )
     read, _, read_spans, _ = codec.read_run(header(run, spans))
     assert (read, read_spans) == (run, spans)
@@ -206,7 +208,9 @@ def test_a_want_for_each_of_many_rows() -> None:
 
 def test_many_stages() -> None:
     """As many as libllama takes layers."""
-    spans = tuple(Span(rank=rank, start_s=1.0, compute_s=2.0, busy_s=3.0, sent_bytes=4) for rank in range(512))
+    spans = tuple(
+        Span(rank=rank, start_s=1.0, compute_s=2.0, busy_s=3.0, sent_bytes=4, n_rows=1) for rank in range(512)
+    )
     result, record = (
         RunResult(1, (), spans),
         RunRecord(id=1, request=1, n_rows=2, n_run_rows=2, n_draft_tokens=1, cancelled=False, spans=spans),
@@ -241,9 +245,25 @@ def test_banned_tokens_keep_their_minus_infinity() -> None:
     assert (second.logits, second.log_sum_exp) == ((-math.inf,), -math.inf)
 
 
-@given(st.lists(INT64, max_size=9).map(tuple))
-def test_ids(ids: tuple[int, ...]) -> None:
-    assert codec.read_ids(codec.ids_message(ids)) == ids
+@given(st.lists(INT64, max_size=9).map(tuple), st.lists(st.tuples(INT64, st.integers(0, 2**31 - 1)), max_size=9))
+def test_cancels(runs: tuple[int, ...], rows: list[tuple[int, int]]) -> None:
+    cancelled = CancelRuns(runs, tuple(rows))
+    assert codec.read_cancel(codec.cancel_message(cancelled)) == cancelled
+
+
+@given(st.data(), st.integers(1, 70))
+def test_a_stage_drops_rows_of_a_run_on_its_way(data: st.DataObject, n_rows: int) -> None:
+    dropped = data.draw(st.lists(st.frozensets(st.integers(0, n_rows - 1)), min_size=1))
+    rows = tuple(Row(token=i, pos=i, seqs=(i % 3,), request=1) for i in range(n_rows))
+    run = Run(id=7, rows=rows, logits_requests=(LogitsRequest(LogitsKind.TOP, 3),))
+    own, lengths = codec.run_header(run), set()
+    for numbers in dropped:
+        own = codec.header_without(own, n_rows, numbers)
+        read, passed_on, spans, at = codec.read_run(codec.header_with(own, (), False) + b"activations")
+        assert (read, passed_on, spans) == (replace(run, dropped=numbers), own, ())
+        lengths.add((len(own), at))
+    assert len(lengths) == 1, "the length depends on which rows are dropped"
+    assert codec.run_header(replace(run, dropped=dropped[-1])) == (own if dropped[-1] else codec.run_header(run))
 
 
 @pytest.mark.parametrize("version", [0, codec.VERSION + 1, 255])
@@ -305,5 +325,5 @@ def test_times_of_parts(run: int, spans: tuple[Span, ...]) -> None:
 
 def test_a_greedy_result_is_small() -> None:
     rows = tuple(RowLogits(i, (i,), (0.5,), math.nan) for i in range(64))
-    spans = tuple(Span(rank=i, start_s=1.0, compute_s=2.0, busy_s=3.0, sent_bytes=4) for i in range(8))
+    spans = tuple(Span(rank=i, start_s=1.0, compute_s=2.0, busy_s=3.0, sent_bytes=4, n_rows=1) for i in range(8))
     assert len(codec.result_message(RunResult(1, rows, spans))) < 4096

@@ -19,6 +19,8 @@ _EARLY = 0.2
 """How long before the slowest stage is free the next draft tokens go in, as a share of a one-row run's time."""
 _EARLY_S = 1e-3
 """The least such time, since messages take some. Seconds."""
+_LEARN = 0.2
+"""Weight of the latest run in the means of stages' times."""
 
 
 @dataclass(slots=True)
@@ -65,6 +67,8 @@ class PipelineState:
         self._admission = admission
         self._free_at = 0.0
         """When the slowest stage is through with all that is submitted."""
+        self._stage_times: list[float] = []
+        """Time of each stage relative to the slowest one, in runs of which all stages computed all rows."""
         self._n_in_flight: collections.Counter[int] = collections.Counter()
         """Runs without parts of prompts, by their rows."""
 
@@ -139,9 +143,23 @@ class PipelineState:
         n_prompt_rows, n_rows = run.n_prompt_rows, len(run.run.rows)
         if not n_prompt_rows:
             self._n_in_flight[n_rows] -= 1
-        if run.cancelled or result.cancelled or (slowest_s := result.slowest_s) <= 0:
+        if run.cancelled or result.cancelled or result.slowest_s <= 0:
             return
         if n_prompt_rows:
-            self.cost.prompt_ended(n_rows - n_prompt_rows, n_prompt_rows, slowest_s)
+            slowest = max(result.spans, key=lambda span: span.compute_s)
+            self.cost.prompt_ended(slowest.n_rows - n_prompt_rows, n_prompt_rows, slowest.compute_s)
         elif result.rows:
-            self.cost.ended(n_rows, slowest_s, result.total_s)
+            self._learn_rows(result, n_rows)
+
+    def _learn_rows(self, result: RunResult, n_rows: int) -> None:
+        """Learn from a run without prompts. Of one with dropped rows, from the stages that computed all of its rows, by
+        how much time they take relative to the slowest stage."""
+        whole = [i for i, span in enumerate(result.spans) if span.n_rows == n_rows]
+        if len(whole) == len(result.spans):
+            now = [span.compute_s / result.slowest_s for span in result.spans]
+            before = self._stage_times or now
+            self._stage_times = [old + _LEARN * (new - old) for old, new in zip(before, now, strict=True)]
+            self.cost.ended(n_rows, result.slowest_s, result.total_s)
+        elif self._stage_times and (share := sum([self._stage_times[i] for i in whole])) > 0:
+            slowest_s = sum([result.spans[i].compute_s for i in whole]) / share
+            self.cost.ended(n_rows, slowest_s, self.cost.length * slowest_s)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ggpipe.core.layout import layer_range
 from ggpipe.display.figures.canvas import BLUE, GREEN, INK, MUTED, ORANGE, RED, colours_of, figure, short
 from ggpipe.display.format import percent
-from ggpipe.stats.activity import speculates, taking_part
+from ggpipe.stats.activity import rejected_share, speculates, taking_part
 from ggpipe.stats.records import RankStats, RequestStats
 
 if TYPE_CHECKING:
@@ -221,9 +221,9 @@ def _pieces(stats: RequestStats, rank: RankStats) -> list[_Piece]:
         if run.model != rank.model:
             continue
         rejected = stats.counters.rejected_rows.get(run.id, 0) if not rank.draft else 0
-        share = min(rejected / run.n_run_rows, 1.0)
         for span in run.spans:
             if span.rank == rank.rank:
+                share = rejected_share(run, span, rejected)
                 at = span.start_s + rank.clock_offset_s - stats.arrived
                 pieces.append((at, span.busy_s, share, run.cancelled, rank.draft))
     return pieces

@@ -144,6 +144,7 @@ def _work(piece: _Slice) -> Iterator[TraceEvent]:
     outer["args"] = {
         "run": run.id,
         "rows": run.n_rows,
+        "computed_rows": span.n_rows,
         "draft_tokens": run.n_draft_tokens,
         "sent_bytes": span.sent_bytes,
         "cancelled": run.cancelled,
