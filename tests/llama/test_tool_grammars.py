@@ -49,6 +49,27 @@ TEXTS = {
     Form.MISTRAL: f'[TOOL_CALLS][{{"name": "look", "arguments": {ARGUMENTS}, "id": "abcdefghi"}}, '
     '{"name": "wait", "arguments": {}}]',
     Form.MISTRAL_ARGS: f"[TOOL_CALLS]look[ARGS]{ARGUMENTS}[TOOL_CALLS]wait[ARGS]{{}}",
+    Form.GLM: "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>hall</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>wait\n</tool_call>",
+    Form.GLM_INLINE: "<tool_call>look<arg_key>place</arg_key><arg_value>hall</arg_value><arg_key>days</arg_key>"
+    "<arg_value>3</arg_value></tool_call><tool_call>wait</tool_call>",
+    Form.KIMI: "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+    f"{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.wait:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    Form.DEEPSEEK: f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>wait<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    Form.DEEPSEEK_BLOCK: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
+    f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>wait\n```json\n{{}}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    **{
+        form: f'<｜DSML｜{block}>\n<｜DSML｜invoke name="look">\n<｜DSML｜parameter name="place" string="true">hall'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        f'<｜DSML｜invoke name="wait">\n</｜DSML｜invoke>\n</｜DSML｜{block}>'
+        for form, block in ((Form.DSML, "function_calls"), (Form.DSML_4, "tool_calls"))
+    },
+    Form.MINIMAX: '<minimax:tool_call>\n<invoke name="look">\n<parameter name="place">hall</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="wait">\n</invoke>\n</minimax:tool_call>',
+    Form.HARMONY: f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{ARGUMENTS}",
     Form.GRANITE: f'<|tool_call|>[{{"name": "look", "arguments": {ARGUMENTS}}}, {{"name": "wait", "arguments": {{}}}}]',
     Form.LLAMA: f'{{"name": "look", "parameters": {ARGUMENTS}}}',
     Form.JSON: f'{{"name": "look", "arguments": {ARGUMENTS}}}\n{{"name": "wait", "arguments": {{}}}}',
@@ -101,7 +122,9 @@ def test_calls_as_models_write_them(guidance: GuidanceVocab, form: Form) -> None
     plain, thinks, text = reasoning_format("", ""), reasoning_format("<think>", ""), TEXTS[form]
     must = grammar_of(form, plain, ToolChoice(must_call=True))
     assert accepts(guidance, must, text)
-    assert [call.name for call in read(form, text).calls] == (["look"] if form is Form.LLAMA else ["look", "wait"])
+    assert [call.name for call in read(form, text).calls] == (
+        ["look"] if CALL_SYNTAXES[form].between is None else ["look", "wait"]
+    )
     assert not accepts(guidance, must, "Once", is_whole=False)
     assert not accepts(guidance, must, text.replace("hall", "moor"), is_whole=False)
     assert not accepts(guidance, must, f"<think>hm</think>\n\n{text}", is_whole=False)
@@ -119,7 +142,8 @@ def test_texts_are_free_until_a_call_begins(guidance: GuidanceVocab, form: Form)
         assert accepts(guidance, free, text)
     several = grammar_of(form, reasoning_format("", ""), ToolChoice())
     assert accepts(guidance, several, f"Yes, <tool\n\n{TEXTS[form]}")
-    assert not accepts(guidance, free, f"Yes.\n\n{TEXTS[form]}", is_whole=False)  # two calls
+    if form is not Form.HARMONY:
+        assert not accepts(guidance, free, f"Yes.\n\n{TEXTS[form]}", is_whole=False)  # two calls
     assert not accepts(guidance, free, TEXTS[form].replace("look", "leap"), is_whole=False)
 
 
@@ -145,14 +169,23 @@ class WithMarks:
 @pytest.mark.parametrize("form", list(Form))
 @pytest.mark.parametrize("thinks", [False, True])
 def test_marks_that_are_special_tokens(form: Form, thinks: bool) -> None:
-    vocab = WithMarks(("<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<think>", "</think>", "<other>"))
+    vocab = WithMarks(
+        (
+            "<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<think>", "</think>", "<other>", "<arg_key>",
+            "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "｜DSML｜",
+            "<minimax:tool_call>", "</minimax:tool_call>", "<|channel|>", "<|message|>", "<|constrain|>",
+        )
+    )  # fmt: skip
     guidance = GuidanceVocab(cast("Vocab", vocab))
     marks = Marks(vocab.special_tokens, vocab.end_tokens)
     reasoning = reasoning_format("<think>" if thinks else "", "")
     before = "<think>hm <other> [TOOL</think>\n\n" if thinks else ""
     for choice in (ToolChoice(), ToolChoice(must_call=True)):
-        if not choice.must_call and not CALL_SYNTAXES[form].mark:
-            continue
+        mark = CALL_SYNTAXES[form].mark
+        if not choice.must_call and (not mark or marks.spelled(mark).count(" ")):
+            continue  # there is no mark, or only a part of it is a special token: all is free
         first = guidance.matcher(grammar_of(form, reasoning, choice, marks))
 
         def fits(text: str, is_whole: bool = True, first: GuidedGrammar = first) -> bool:

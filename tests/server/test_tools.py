@@ -124,7 +124,7 @@ def test_a_result_goes_back(serving: Serving, client: openai.OpenAI) -> None:
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "leap"}}}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "extra_body": {"grammar": 'root ::= "a"'}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [LOOK, {"type": "function"}]}, "tools[1]"),
     ],

@@ -48,6 +48,8 @@ def answer_format(
     if tools:
         layout = CALL_SYNTAXES[form]
         marks += [layout.mark, layout.before, *layout.further_marks, *layout.starts, *layout.closers, "[CALL_ID]"]
+        marks += [layout.after, layout.end]
+        marks += [layout.tags.before, layout.tags.after] if layout.tags is not None else []
     texts = {token: text for text, token in (special_tokens or {}).items() if any(text in mark for mark in marks)}
     return AnswerFormat(reasoning=reasoning, form=form, tools=tuple(tools), token_texts=texts)
 

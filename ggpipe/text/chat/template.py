@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.text.chat.literals import Literals
 from ggpipe.text.chat.template_support import TemplateSupport
-from ggpipe.text.chat.tools.messages import for_template
+from ggpipe.text.chat.tools.messages import for_template, tool_for_template
 
 _OWN_NAMES = ("messages", "tools", "add_generation_prompt")
 
@@ -103,16 +103,17 @@ class ChatTemplate:
                 "chat_template_kwargs", f"has {name}, which follows from the conversation", "leave it out"
             )
         names = {**self._usual(), "enable_thinking": self._support.thinks, **further}
+        given = [*map(tool_for_template, tools)]
         for arguments_as_text in (False, True):
             written = self._support.adapted(for_template(messages, tools, self.source, arguments_as_text))
             try:
-                text = self.render(written, tools or None, add_generation_prompt=asks, **names)
+                text = self.render(written, given, add_generation_prompt=asks, **names)
             except UsageError:
                 if arguments_as_text or not any(message.get("tool_calls") for message in messages):
                     raise
             else:
                 break
-        return text, self.generation_prompt(text, written, tools or None, **names) if asks else ""
+        return text, self.generation_prompt(text, written, given, **names) if asks else ""
 
     def _usual(self) -> dict[str, object]:
         """Variables that llama-server gives to templates."""

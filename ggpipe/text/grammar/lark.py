@@ -35,10 +35,14 @@ class Marks:
 
     def until(self, name: str, mark: str, not_first: str = "") -> dict[str, str]:
         """Rules for any text up to and including the first `mark`. `name`: of the rule. `not_first`: the text does not
-        begin with this."""
+        begin with this. If only a part of the mark is a special token, there is no other special token in the text."""
         if self.is_token(mark):
             free = self.free(f"{name}-text", (mark,), not_first)
             return {name: f"{name}-text {self.spelled(mark)}", **free}
+        if (found := self._names.search(mark) if self._names is not None else None) is not None:
+            text, terminal = mark[: found.start()], terminal_name(f"{name}-head")
+            head, times = (f"/(?s:.*){regex(text)}/", "") if text else ("/(?s:.+)/", "?")
+            return {name: f"{terminal}{times} {self.spelled(mark[found.start() :])}", terminal: head}
         free = self.free(f"{name}-text", (mark,), not_first, is_whole=False)
         head = f"/(?s:.*){regex(mark)}/"
         terminal = terminal_name(f"{name}-mark")

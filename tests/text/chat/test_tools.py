@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from support import llama_cpp
 
 from ggpipe.config.sampling import CallGrammar, SamplingConfig
 from ggpipe.core.prompt import ToolChoice
@@ -19,6 +20,7 @@ from ggpipe.errors import BodyError
 from ggpipe.text.chat.answer import AnswerFormat, AnswerParser, WholeAnswer, answer_format
 from ggpipe.text.chat.conversation import ChatPrompt
 from ggpipe.text.chat.reasoning import reasoning_format
+from ggpipe.text.chat.template import ChatTemplate
 from ggpipe.text.chat.tools.choice import tool_choice
 from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, joined
 from ggpipe.text.chat.tools.forms import Form, form_of
@@ -86,6 +88,38 @@ CASES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
     (Form.MISTRAL_ARGS, f"Yes.[TOOL_CALLS]look[ARGS]{IN_JSON}[TOOL_CALLS]wait[CALL_ID]abcdefghi[ARGS]{{}}", "Yes.",
      [CALLED, ("wait", "{}")]),
     (Form.GRANITE, '<|tool_call|>[{"arguments":{},"name":"wait"}]', "", [("wait", "{}")]),
+    (Form.GLM, "Now.\n<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>the \"hall\"\n{é}</arg_value>\n"
+     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>wait\n</tool_call>", "Now.",
+     [CALLED, ("wait", "{}")]),
+    (Form.GLM_INLINE, "<tool_call>look<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>wait"
+     "</tool_call>", "", [("look", '{"days": 3}'), ("wait", "{}")]),
+    (Form.KIMI, "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+     f"{IN_JSON}<|tool_call_end|><|tool_call_begin|>functions.wait:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+     "<|tool_calls_section_end|>", "", [CALLED, ("wait", "{}")]),
+    (Form.DEEPSEEK, "Now.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>"
+     f"{IN_JSON}<｜tool▁call▁end｜>"
+     "<｜tool▁call▁begin｜>wait<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "Now.",
+     [CALLED, ("wait", "{}")]),
+    (Form.DEEPSEEK_BLOCK, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n"
+     f"```json\n{IN_JSON}\n```"
+     "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>wait\n```json\n{}\n```<｜tool▁call▁end｜>"
+     "<｜tool▁calls▁end｜>", "", [CALLED, ("wait", "{}")]),
+    (Form.DSML, 'Now.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">\n<｜DSML｜parameter name="place" '
+     'string="true">the "hall"\n{é}</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3'
+     '</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="wait">\n</｜DSML｜invoke>\n'
+     '</｜DSML｜function_calls>', "Now.",
+     [CALLED, ("wait", "{}")]),
+    (Form.DSML_4, '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="go">\n<｜DSML｜parameter name="to" string="true">3'
+     '</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', "", [("go", '{"to": "3"}')]),
+    (Form.MINIMAX, '<minimax:tool_call>\n<invoke name="look">\n<parameter name="place">the "hall"\n{é}</parameter>\n'
+     '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="wait">\n</invoke>\n</minimax:tool_call>', "",
+     [CALLED, ("wait", "{}")]),
+    (Form.HARMONY, f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{IN_JSON}<|call|>", "",
+     [CALLED]),
+    (Form.HARMONY, f"<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{IN_JSON}", "", [CALLED]),
+    (Form.HARMONY, "I will.<|end|><|start|>assistant<|channel|>commentary to=functions.wait <|constrain|>json"
+     "<|message|>{}", "I will.", [("wait", "{}")]),
+    (Form.KIMI, "<|tool_calls_section_begin|> none", "<|tool_calls_section_begin|> none", []),
     (Form.LLAMA, f'{{"name": "look", "parameters": {IN_JSON}}}', "", [CALLED]),
     (Form.LLAMA, '<|python_tag|>{"name": "look", "parameters": {}}; {"name": "wait", "parameters": {}}', "",
      [("look", "{}"), ("wait", "{}")]),
@@ -150,10 +184,71 @@ def test_arguments_come_in_parts() -> None:
     ("name", "form"),
     [("qwen3", Form.HERMES), ("qwen3coder", Form.QWEN_XML), ("mistral", Form.MISTRAL),
      ("mistral-args", Form.MISTRAL_ARGS), ("granite", Form.GRANITE), ("llama3", Form.LLAMA), ("chatml", Form.JSON),
+     ("gptoss", Form.HARMONY),
      ("gemma", Form.JSON)],
 )  # fmt: skip
 def test_the_forms_of_templates(name: str, form: Form) -> None:
     assert form_of((TEMPLATES / f"{name}.jinja").read_text()) is form
+
+
+def test_ids_that_a_model_writes_are_kept() -> None:
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.wait:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    )
+    begun, *_ = parsed(Form.KIMI, text)
+    assert begun == CallBegun(0, "functions.wait:3", "wait")
+    ids = [event.id for event in parsed(Form.KIMI, text, text) if isinstance(event, CallBegun)]
+    assert ids[0] == "functions.wait:3" != ids[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning"),
+    [
+        ("<|channel|>analysis<|message|>I must look.<|end|><|start|>assistant<|channel|>commentary "
+         f"to=functions.look <|constrain|>json<|message|>{IN_JSON}<|call|>", "I must look."),
+        (f"<|start|>assistant<|channel|>commentary to=functions.look json<|message|>{IN_JSON}", ""),
+    ],
+)  # fmt: skip
+def test_reasoning_before_calls_of_gpt_oss(text: str, reasoning: str) -> None:
+    source = (TEMPLATES / "gptoss.jinja").read_text()
+    for pieces in ([text], text):
+        parser, answer = AnswerParser(answer_format(source, "", {}, TOOLS), "key"), WholeAnswer()
+        for piece in pieces:
+            answer.add(parser.feed(piece))
+        answer.add(parser.finish())
+        assert (answer.reasoning, answer.text) == (reasoning, "")
+        assert [(call.name, call.arguments) for call in answer.calls] == [CALLED]
+
+
+OF_LLAMA_CPP = {
+    "GLM-4.6": Form.GLM, "GLM-4.7-Flash": Form.GLM_INLINE, "Kimi-K2-Instruct": Form.KIMI, "Kimi-K2-Thinking": Form.KIMI,
+    "deepseek-ai-DeepSeek-V3.1": Form.DEEPSEEK, "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": Form.DEEPSEEK_BLOCK,
+    "deepseek-ai-DeepSeek-V3.2": Form.DSML, "deepseek-ai-DeepSeek-V4": Form.DSML_4, "MiniMax-M2": Form.MINIMAX,
+    "openai-gpt-oss-120b": Form.HARMONY, "Qwen3-Coder": Form.QWEN_XML, "Qwen3.5-4B": Form.QWEN_XML,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form"), OF_LLAMA_CPP.items())
+def test_what_templates_write_is_read(name: str, form: Form) -> None:
+    """The model's turn, as the template writes it into the next prompt."""
+    try:
+        source = (llama_cpp.source() / "models" / "templates" / f"{name}.jinja").read_text()
+    except OSError as e:
+        pytest.skip(f"llama.cpp's templates cannot be had: {e}")
+    assert form_of(source) is form
+    identity = "functions.look:0" if form is Form.KIMI else "call00001"
+    call = {"id": identity, "type": "function", "function": {"name": "look", "arguments": IN_JSON}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    template = ChatTemplate(source, "<s>", "</s>")
+    before, _ = template.conversation(messages[:1], list(TOOLS), False)
+    text, _ = template.conversation(messages, list(TOOLS), False)
+    assert text.startswith(before)
+    answer = answer_format(source, "", {}, TOOLS)
+    found = WholeAnswer(AnswerParser(answer, "key").feed(text[len(before) :]))
+    assert [(one.name, json.loads(one.arguments)) for one in found.calls] == [("look", HALL)]
 
 
 def test_special_tokens_that_are_marks_have_a_text() -> None:

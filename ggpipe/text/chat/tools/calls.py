@@ -22,9 +22,11 @@ class Calls:
     def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]], key: str, is_marked: bool) -> None:
         """`tools`, `key`: as for `ToolParser`. `is_marked`: calls begin with a mark, so that even the call of an
         unknown tool is a call."""
-        self._form, self._key, self._is_marked = form, key, is_marked
+        self.form = form
+        self._key, self._is_marked = key, is_marked
         self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._events: list[AnswerEvent] = []
+        self._ids: set[str] = set()
         self._n_begun = 0
         self._has_ended = False
         self.is_open = False
@@ -35,10 +37,14 @@ class Calls:
         if name not in self._tools and not (self._is_marked and _NAME.fullmatch(name)):
             raise NotACall
 
-    def begin(self, name: str) -> None:
-        """Begin a call, whose arguments follow. Raises NotACall as `check` does."""
+    def begin(self, name: str, identity: str | None = None) -> None:
+        """Begin a call, whose arguments follow. `identity`: the id that the model wrote; None: it wrote none. Raises
+        NotACall as `check` does."""
         self.check(name)
-        self._events.append(CallBegun(self._n_begun, call_id(self._form, self._key, self._n_begun), name))
+        if identity is None or identity in self._ids:
+            identity = call_id(self.form, self._key, self._n_begun)
+        self._ids.add(identity)
+        self._events.append(CallBegun(self._n_begun, identity, name))
         self._n_begun += 1
         self.is_open = True
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ggpipe.config.sampling import CallGrammar, ToolSchema
 from ggpipe.core.prompt import ToolChoice
 from ggpipe.text.chat.reasoning import ReasoningFormat
-from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, CallSyntax, Form
+from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, CallSyntax, Form, Tags
 from ggpipe.text.grammar.json_schema import NO_FORCING
 from ggpipe.text.grammar.lark import Marks, string, written
 
 _ANY_OBJECT = '%json {"type": "object"}'
-_ANY_TAGS = '( "<parameter=" /[a-zA-Z0-9_.-]+/ ">\\n" any-value )*'
-_TAG_END = "\n</parameter>\n"
+_NAMES, _NUMBERS = "/[a-zA-Z0-9_.-]+/", "/[0-9]+/"
 
 
 def grammar_of_calls(
@@ -49,7 +49,8 @@ def grammar_of_calls(
     rules["calls"] = f"{calls} {marks.spelled(layout.end)}"
     begin = reasoning.begins[0] if reasoning.is_usual and not reasoning.is_open else ""
     if choice.must_call:
-        rules["answer"] = f"{mark} calls"
+        lead = f"( {marks.spelled(layout.lead)} )? " if layout.lead else ""
+        rules["answer"] = f"{lead}{mark} calls"
     else:
         not_first = begin if begin and not marks.is_token(begin) else ""
         rules["answer"] = "answer-free | answer-until calls"
@@ -74,13 +75,13 @@ def _call(
 ) -> str:
     """The rule of a call of a tool, without its mark. Adds the rules and schemas that it refers to."""
     layout, name = CALL_SYNTAXES[form], function["name"]
-    before, after = (marks.spelled(text.replace("NAME", name)) for text in (layout.before, layout.after))
+    before, after = (_filled(text, marks, NAME=name) for text in (layout.before, layout.after))
     schema = {"type": "object", **function["parameters"]}
     if "additionalProperties" not in schema and "patternProperties" not in schema and "properties" in schema:
         schema["additionalProperties"] = False
     at, is_strict = f"tools[{i}].function.parameters", bool(function.get("strict"))
-    if form is Form.QWEN_XML:
-        arguments = _tags(schema, at, is_strict, marks, rules, schemas)
+    if layout.tags is not None:
+        arguments = _tags(layout.tags, schema, at, is_strict, marks, rules, schemas)
     else:
         arguments = _schema(schema, at, is_strict, _ANY_OBJECT, schemas)
     return f"{before} {arguments} {_identity(layout)} {after}"
@@ -100,27 +101,47 @@ def _schema(schema: Any, at: str, is_strict: bool, fallback: str, schemas: list[
     return ToolSchema.rule(len(schemas) - 1)
 
 
+def _filled(text: str, marks: Marks, **values: str) -> str:
+    """A text of a CallSyntax as a part of a rule. `values`: what its placeholders stand for; the others: anything."""
+    usual = {"KEY": _NAMES, "INDEX": _NUMBERS, "STRING": '( "true" | "false" )'}
+    parts = re.split("(NAME|KEY|INDEX|STRING)", text)
+    found = (
+        part and (marks.spelled(values.get(part, part)) if i % 2 == 0 or part in values else usual[part])
+        for i, part in enumerate(parts)
+    )
+    return " ".join(filter(None, found)) or '""'
+
+
 def _tags(
-    schema: Mapping[str, Any], at: str, is_strict: bool, marks: Marks, rules: dict[str, str], schemas: list[ToolSchema]
+    tags: Tags,
+    schema: Mapping[str, Any],
+    at: str,
+    is_strict: bool,
+    marks: Marks,
+    rules: dict[str, str],
+    schemas: list[ToolSchema],
 ) -> str:
     """Arguments as tags, in the order of the properties."""
     properties, required = schema.get("properties") or {}, schema.get("required") or []
+    after = marks.spelled(tags.after)
     if "any-value" not in rules:
-        rules |= marks.until("any-value", _TAG_END)
+        rules |= marks.until("any-value", tags.after)
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        return _ANY_TAGS
+        return f"( {_filled(tags.before, marks)} any-value )*"
     definitions = {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
     parts = []
     for key, own in properties.items():
         values = own.get("enum") if isinstance(own, Mapping) else None
+        is_string = True
         if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-            value = f"( {' | '.join(map(string, values))} ) {string(_TAG_END)}"
+            value = f"( {' | '.join(map(string, values))} ) {after}"
         elif isinstance(own, Mapping) and own.get("type") == "string":
             value = "any-value"
         else:
+            is_string = False
             whole = {**own, **definitions} if isinstance(own, Mapping) else own
             # a fallback is any JSON
-            value = f"{_schema(whole, at, is_strict, '%json {}', schemas)} {string(_TAG_END)}"
-        part = f"{string(f'<parameter={key}>' + chr(10))} {value}"
+            value = f"{_schema(whole, at, is_strict, '%json {}', schemas)} {after}"
+        part = f"{_filled(tags.before, marks, KEY=key, STRING=str(is_string).lower())} {value}"
         parts.append(part if key in required else f"( {part} )?")
     return " ".join(parts) or '""'

@@ -33,6 +33,13 @@ def for_template(
     return _with_tools(found, tools) if tools else found
 
 
+def tool_for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with the fields that all templates may expect, as llama-server has them."""
+    function = _function(tool)
+    fields = {"name": function.get("name"), "description": function.get("description") or ""}
+    return {"type": "function", "function": {**fields, "parameters": function.get("parameters") or {}}}
+
+
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     return function if isinstance(function, Mapping) else {}

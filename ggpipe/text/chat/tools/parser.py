@@ -8,9 +8,10 @@ from typing import Any
 
 from ggpipe.text.chat.reasoning import begun
 from ggpipe.text.chat.tools.calls import Calls, NotACall
+from ggpipe.text.chat.tools.characters import Reads
 from ggpipe.text.chat.tools.events import AnswerEvent, Text, joined
 from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, Form
-from ggpipe.text.chat.tools.reading import Reads, read_calls
+from ggpipe.text.chat.tools.reading import read_calls
 
 
 class _At(enum.Enum):
