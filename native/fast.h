@@ -29,8 +29,9 @@ struct FastGraph {
         std::atomic<int64_t> taken{0}, done{0};  // rows
     };
     struct Product {
-        explicit Product(Quantized & q) : quantized(q) {}
+        Product(Quantized & q, const ggml_tensor * w) : quantized(q), weights(w) {}
         Quantized & quantized;
+        const ggml_tensor * weights;
         std::atomic<int64_t> taken{0};  // tiles
     };
     static constexpr int kIndex = kOwnParams - 1;  // of a product's parameters: its place in `products`
@@ -45,7 +46,7 @@ struct FastGraph {
 bool attention_is_faster(const ggml_tensor * node, int n_threads);
 void compute_attention(ggml_tensor * node, int thread, int n_threads, void * state);
 
-// Products of quantized weights and several rows; see products.cpp.
+// Products with quantized weights; see products.cpp.
 bool is_product(const ggml_tensor * node);
 void compute_product(ggml_tensor * node, int thread, int n_threads, void * state);
 

@@ -1,4 +1,4 @@
-// Products of quantized weights and several rows, in default numerics, on CPUs with AVX-512 VNNI.
+// Products of quantized weights, in default numerics, on CPUs with AVX-512 VNNI.
 //
 // ggml reads and unpacks a matrix again for each row or two of a run, so two rows take twice as long as one. Here a tile of
 // weights, 16 rows by 256 columns, is unpacked such that each lane of a vector holds its own row, and all rows of activations
@@ -103,7 +103,7 @@ void FastGraph::add(ggml_tensor * product) {
         }
     }
     product->op_params[kIndex] = products.size();
-    products.emplace_back(quantized.back());
+    products.emplace_back(quantized.back(), product->src[0]);
 }
 
 void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
@@ -112,7 +112,9 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     static thread_local std::vector<int32_t> use_of;
     const ggml_tensor * weights = node->src[0], * ids = node->src[2];
     FastGraph & graph = *(FastGraph *) state;
-    FastGraph::Product & product = graph.products[node->op_params[FastGraph::kIndex]];
+    const size_t index = node->op_params[FastGraph::kIndex];
+    FastGraph::Product & product = graph.products[index];
+    const ggml_tensor * next = graph.products[std::min(index + 1, graph.products.size() - 1)].weights;
     const Activations activations = activations_of(product.quantized, graph.memory);
     quantize_rows(product.quantized, activations);
     const Kernel & kernel = *kernel_for(weights->type);
@@ -150,8 +152,11 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     const int64_t step = std::max<int64_t>(1, n_items / (8 * n_threads));
     for (int64_t from; (from = product.taken.fetch_add(step, std::memory_order_relaxed)) < n_items;) {
         for (int64_t item = from; item < std::min(from + step, n_items); item++) {
-            const Use & use = uses[item / n_tiles];
-            const Weights matrix{(const uint8_t *) weights->data + use.expert * weights->nb[2], weights->ne[1], weights->nb[1]};
+            const size_t i = item / n_tiles;
+            const Use & use = uses[i];
+            const auto matrix_of = [&](int32_t expert) { return (const uint8_t *) weights->data + expert * weights->nb[2]; };
+            const Weights matrix{matrix_of(use.expert), weights->ne[1], weights->nb[1],
+                                 i + 1 < n_uses ? matrix_of(uses[i + 1].expert) : (const uint8_t *) next->data};
             kernel.multiply(matrix, item % n_tiles * kLanes, activations, use.rows, use.to.data());
         }
     }

@@ -8,20 +8,20 @@
 #include <type_traits>
 #include <vector>
 
-#include "weights.h"
+#include "superblocks.h"
 
 namespace ggpipe {
 
 constexpr int kMaxUnits = 16;  // of a tile
 constexpr int kMaxRows = 8;          // of activations at a time
-constexpr int kFewRows = 2;          // for which SmallRows are multiplied row by row
-constexpr size_t kAhead = 16 << 10;  // bytes between the next tile and what is fetched meanwhile
+constexpr size_t kAhead = 8 << 10;   // bytes between the next tile and what is fetched meanwhile
 
 struct alignas(64) Line { float results[kLanes]; };
 struct Weights {
     const uint8_t * data;
     int64_t n_rows;
     size_t row_bytes;
+    const uint8_t * next;  // what is multiplied after them
 };
 struct Activations {  // quantized as a format of weights wants them: chunk by chunk, and in these row by row
     int64_t n_rows, n_columns, n_chunks;
@@ -110,6 +110,7 @@ template <class Format, int R> struct Sums {
     static constexpr int kSteps = Format::kUnit / 4;
     // Whether minima come after all products: blocks of one unit have no other order, and many rows leave no registers.
     static constexpr bool kMinimaLast = Format::kHasMinima && (R == kMaxRows || !Format::kSuper);
+    static constexpr bool kScalesNumbers = Format::kScalesAreSmall && R > 2;
     const Chunk<R> x;
     Line * lines;
     F sums[R];
@@ -121,11 +122,11 @@ template <class Format, int R> struct Sums {
     }
     GGPIPE_TARGET GGPIPE_INLINE void add(int u, const U * weights, Scale scale, F minimum) {
         __m512i products[R];
-        for (int r = 0; r < R; r++) products[r] = Format::kScaled ? (__m512i) integers[r] : _mm512_set1_epi32(x.starts[r][u]);
+        for (int r = 0; r < R; r++) products[r] = kScalesNumbers ? (__m512i) integers[r] : _mm512_set1_epi32(x.starts[r][u]);
         for (int step = 0; step < kSteps; step++) {
-            for (int r = 0; r < R; r++) {
-                products[r] = _mm512_dpbusd_epi32(products[r], (__m512i) weights[step], x.four(r, u * kSteps + step));
-            }
+            __m512i numbers = (__m512i) weights[step];
+            if constexpr (kScalesNumbers) numbers = _mm512_mullo_epi16(numbers, (__m512i) (scale | scale << 16));
+            for (int r = 0; r < R; r++) products[r] = _mm512_dpbusd_epi32(products[r], numbers, x.four(r, u * kSteps + step));
         }
         for (int r = 0; r < R; r++) add(r, u, (I) products[r], scale);
         if (!kMinimaLast) add_minimum(u, minimum);
@@ -134,7 +135,7 @@ template <class Format, int R> struct Sums {
         for (int r = 0; r < R && Format::kHasMinima; r++) sums[r] = multiply_add(minimum, F{} + x.sums[r][u], sums[r]);
     }
     GGPIPE_TARGET GGPIPE_INLINE void add(int r, int u, I product, Scale scale) {
-        if constexpr (Format::kScaled) integers[r] = product;
+        if constexpr (kScalesNumbers) integers[r] = product;
         else if constexpr (Format::kSuper) integers[r] += product * scale;
         else sums[r] = multiply_add(floats(product), scale * x.scales[r][u], sums[r]);
     }
@@ -151,7 +152,7 @@ template <class Format, int R> struct Sums {
 // Calls `function` with a number of rows that is a constant: at least n, or kMax.
 template <int kMax, class Function> GGPIPE_TARGET GGPIPE_INLINE inline void with_count(size_t n, const Function & function) {
     if (n == 1) function(std::integral_constant<int, 1>());
-    else if (n == 2 || kMax == 2) function(std::integral_constant<int, 2>());
+    else if (n == 2 || kMax <= 2) function(std::integral_constant<int, std::min(2, kMax)>());
     else if (n <= 4) function(std::integral_constant<int, std::min(4, kMax)>());
     else function(std::integral_constant<int, kMax>());
 }
@@ -180,27 +181,30 @@ GGPIPE_TARGET GGPIPE_INLINE inline I added_up(const __m256i fours[4]) {  // of 1
     return (I) _mm512_shuffle_i64x2(a, b, 0x88) + (I) _mm512_shuffle_i64x2(a, b, 0xdd);
 }
 
-// The same sums as those of a tile whose lanes are rows, but without its shuffles: what a few rows of activations need.
+// The same sums as with rows as lanes, but without shuffles of weights: faster for a few rows of activations.
 template <class Format, int R, class Prefetch>
 GGPIPE_TARGET GGPIPE_INLINE inline void add_row_by_row(Sums<Format, R> & sums, Rows from, const Prefetch & prefetch) {
-    F minima[8];
-    GGPIPE_UNITS(8) {
-        __m256i numbers[R], fours[R][4];
-        for (int r = 0; r < R; r++) numbers[r] = _mm256_loadu_si256((const __m256i *) (sums.x.numbers[r] + 32 * u));
+    constexpr int kBlocks = kChunk / Format::kBlock, kUnits = Format::kBlock / Format::kUnit;
+    F scale, minima[kBlocks * kUnits];
+    _Pragma("GCC unroll 1") for (int block = 0; block < kBlocks; block++, from += Format::kBytes) {
+        __m256i fours[R][4];
         for (int i = 0; i < 4; i++) {
-            __m256i weights[4], products[4];
-            for (int j = 0; j < 4; j++) weights[j] = Format::row(from[4 * i + j]);
             for (int r = 0; r < R; r++) {
-                for (int j = 0; j < 4; j++) products[j] = _mm256_dpbusd_epi32(__m256i{}, weights[j], numbers[r]);
-                fours[r][i] = in_halves(products);
+                __m256i rows[4];
+                for (int j = 0; j < 4; j++) {
+                    rows[j] = Format::row(from[4 * i + j], sums.x.numbers[r] + block * Format::kBlock, sums.x.starts[r]);
+                }
+                fours[r][i] = in_halves(rows);
             }
         }
-        const F scale = Format::scale(from, minima[u]);
-        for (int r = 0; r < R; r++) sums.add(r, u, added_up(fours[r]) + sums.x.starts[r][u], scale);
-        from += Format::kBytes;
-        prefetch(u);
+        scale = Format::scale(from, minima[block]);
+        for (int r = 0; r < R; r++) {
+            if constexpr (Format::kSuper) sums.integers[r] = added_up(fours[r]);
+            else sums.add(r, block, added_up(fours[r]) + sums.x.starts[r][block], scale);
+        }
+        for (int u = 0; u < kUnits; u++) prefetch(block * kUnits + u);
     }
-    sums.end(minima, F{});
+    sums.end(minima, scale);
 }
 
 // The results of 16 rows of weights, from `first` on, for some rows of activations.
@@ -220,7 +224,8 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
     uint8_t copies[kPieces][kBytes];  // where there are not enough rows or columns for a tile
     const int n_rows = std::min<int64_t>(kLanes, weights.n_rows - first);
     // Into the second cache, in the order of their addresses: a later tile. The CPU does not see the pattern of 16 rows.
-    const uint8_t * ahead = weights.data + first * weights.row_bytes + kPieces * stride + kAhead;
+    const size_t n_bytes = weights.n_rows * weights.row_bytes, at = first * weights.row_bytes + kPieces * stride + kAhead;
+    const uint8_t * ahead = at < n_bytes ? weights.data + at : weights.next + (at - n_bytes);
     const auto prefetch = [&](int u) GGPIPE_TARGET GGPIPE_INLINE {
         for (int i = 0; i < kUnitBytes; i += 64) __builtin_prefetch(ahead + u * kUnitBytes + i, 0, 2);
     };
@@ -233,9 +238,9 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
             for (int i = 0; i < n_rows / From::kGroup; i++) memcpy(copies[i], data + i * stride, kBytes * n_columns / kChunk);
             from = From(copies[0], kBytes);
         }
-        if constexpr (std::is_base_of_v<SmallRows, Format>) {
-            if (rows.size() <= kFewRows) {
-                with_count<kFewRows>(rows.size(), [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
+        if constexpr (Format::kRowByRow > 0) {
+            if (rows.size() <= Format::kRowByRow) {
+                with_count<Format::kRowByRow>(rows.size(), [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
                     Sums<Format, count()> sums(a, chunk, padded.data(), lines.data());
                     add_row_by_row(sums, from, prefetch);
                 });
