@@ -19,6 +19,7 @@ from ggpipe.options.settings import (
 )
 from ggpipe.sim.arrivals import Traffic, read_arrivals
 from ggpipe.sim.simulation_spec import SyntheticText
+from ggpipe.sim.text import SECOND_CHOICE
 
 _AGREEMENT = 0.7
 
@@ -78,6 +79,7 @@ def text_of(text: SimulatedText, drafters: SimulatedDrafters, n_drafts: int = 1)
             others=tuple(usual if own is None and first is not None else own for own in others),
             overlap=drafters.overlap,
             repeats=repeats or 0.0,
+            second_choice=SECOND_CHOICE if text.second_choice is None else text.second_choice,
             n_prompt=text.prompt_tokens,
             confidence=text.confidence,
             seed=text.seed,
@@ -86,10 +88,10 @@ def text_of(text: SimulatedText, drafters: SimulatedDrafters, n_drafts: int = 1)
         raise SettingError("recording", "has the candidates of one draft model", "simulate one")
     if any(share is not None for share in (*shares, repeats)):
         raise SettingError("drafters", "has shares, and those of a recording are fixed", "omit them")
-    if text.acceptance is not None:
-        raise UsageError(
-            "the acceptance of a recording is fixed: omit ", Setting("recording"), " or ", Setting("acceptance")
-        )
+    for name, share in (("acceptance", text.acceptance), ("second_choice", text.second_choice)):
+        if share is not None:
+            words = name.replace("_", " ")
+            raise UsageError(f"the {words} of a recording is fixed: omit ", Setting("recording"), " or ", Setting(name))
     return recording.read(text.recording)
 
 

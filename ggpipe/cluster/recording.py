@@ -49,6 +49,32 @@ class RecordedPrompt:
         """For each token of the output: the probability of the draft's best candidate."""
         return tuple(best[0][1] for best in self.candidates)
 
+    @property
+    def second_choices(self) -> tuple[SecondChoice, ...]:
+        """The draft's second-best candidate for each token of the output that is not its best one."""
+        found, n_right = [], 0
+        for own, token in zip(self.candidates, self.text, strict=True):
+            if own[0][0] == token:
+                n_right += 1
+                continue
+            second, probability = own[1] if len(own) > 1 else (None, 0.0)
+            found.append(SecondChoice(probability=probability, is_right=second == token, most_depth=1 + n_right))
+            n_right = 0
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondChoice:
+    """A draft's second-best candidate for a token that is not its best one."""
+
+    probability: float
+    """As the draft gave it; 0 if only the best one was recorded."""
+    is_right: bool
+    """It is the token."""
+    most_depth: int
+    """A chain of best candidates that begins at one of the tokens before has its first mistake here: at a depth of 1 to
+    this many tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
@@ -74,6 +100,17 @@ class Recording:
         """Share of all tokens that are the draft's best candidate."""
         agrees = [agrees_here for prompt in self.prompts for agrees_here in prompt.agrees]
         return sum(agrees) / len(agrees)
+
+    @property
+    def second_choices(self) -> tuple[SecondChoice, ...]:
+        """Those of all prompts."""
+        return tuple(choice for prompt in self.prompts for choice in prompt.second_choices)
+
+    @property
+    def second_agreement(self) -> float | None:
+        """Share of second-best candidates that are right where the best one is not; None if it always is."""
+        choices = self.second_choices
+        return sum(choice.is_right for choice in choices) / len(choices) if choices else None
 
 
 class _Prompt(Struct, frozen=True):
@@ -110,7 +147,7 @@ class _File(Struct, frozen=True):
 
 def dump(recording: Recording) -> str:
     """The recording as JSON, with one line per field of each prompt. Probabilities are rounded to 5 digits."""
-    head = {
+    head: dict[str, Any] = {
         "format": _FORMAT,
         "version": _VERSION,
         "target": asdict(recording.target),
@@ -119,6 +156,8 @@ def dump(recording: Recording) -> str:
         "sampling": recording.sampling,
         "agreement": round(recording.agreement, _DIGITS),
     }
+    if (second := recording.second_agreement) is not None:
+        head["second_agreement"] = round(second, _DIGITS)
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     prompts = []
     for recorded in recording.prompts:

@@ -288,6 +288,9 @@ class SimulatedText:
     prompt_tokens: int = 128
     acceptance: float | None = None
     """Probability that the draft's best candidate is the target's token. None: 0.7, or as recorded."""
+    second_choice: float | None = None
+    """Probability that the draft's second choice is the target's token where the best one is not. None: 0.24, or as
+    recorded."""
     confidence: Confidence = "calibrated"
     recording: Path | None = None
     seed: int = 0

@@ -111,6 +111,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(settings.SimulatedText, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", help="Tokens to generate (-1 = 256, or as many as were recorded)."),
     _option(settings.SimulatedText, PROMPT, "prompt_tokens", "--prompt-tokens", metavar="N", help="Length of the prompt in tokens."),
     _option(settings.SimulatedText, PROMPT, "acceptance", "--acceptance", metavar="P", help="Probability that the draft's best candidate is the target's token. Default: 0.7."),
+    _option(settings.SimulatedText, PROMPT, "second_choice", "--second-choice", metavar="P", help="Probability that the draft's second choice is the target's token where its best candidate is not. Default: 0.24."),
     _option(settings.SimulatedText, PROMPT, "confidence", "--confidence", metavar="KIND", help="Whether the draft's probabilities are calibrated, overconfident or underconfident. never-right: it is confident, but always wrong."),
     _option(settings.SimulatedDrafters, PROMPT, "drafters", "--drafters", metavar="LIST", optional=True, parse=lists.simulated_drafters, help="Drafters, separated by commas, each with its own --acceptance: draft:0.6,draft:0.6,eagle3:0.7. For ngram, the share of the output that repeats earlier text: draft:0.6,ngram:0.3. Default: the draft model, and ngram."),
     _option(settings.SimulatedDrafters, PROMPT, "overlap", "--overlap", metavar="P", help="Share of positions at which further draft models are right or wrong together with the first one (0 = independently, 1 = always)."),

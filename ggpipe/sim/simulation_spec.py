@@ -19,7 +19,7 @@ from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import Setting, SettingError, UsageError
 from ggpipe.sim.arrivals import Arrival, Traffic
 from ggpipe.sim.simulator import SimulatedRequest, SimulationResult, Sizes, serve
-from ggpipe.sim.text import Confidence, SimulatedTokens, SyntheticTokens, recorded
+from ggpipe.sim.text import SECOND_CHOICE, Confidence, SimulatedTokens, SyntheticTokens, recorded
 from ggpipe.sim.virtual_cluster import VirtualPlacement, build
 from ggpipe.stats.records import RequestStats
 
@@ -71,12 +71,15 @@ class SyntheticText:
     """Share of positions at which they are right or wrong with the first one."""
     repeats: float = 0.0
     """Share of the output that repeats earlier text."""
+    second_choice: float = SECOND_CHOICE
+    """How often a draft model's second choice is the target's token where its best candidate is not."""
     n_prompt: int = 128
     confidence: Confidence = "calibrated"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, share in (("acceptance", self.agreement), ("overlap", self.overlap)):
+        shares = (("acceptance", self.agreement), ("overlap", self.overlap), ("second_choice", self.second_choice))
+        for name, share in shares:
             if not 0 <= share <= 1:
                 raise SettingError(name, f"must be a share between 0 and 1, got {share:g}")
         if self.n_prompt < 1:
@@ -268,6 +271,7 @@ def _synthetic(tokens: SyntheticText, n_text: int) -> SyntheticTokens:
         others=[tokens.agreement if own is None else own for own in tokens.others],
         overlap=tokens.overlap,
         repeats=tokens.repeats,
+        second_choice=tokens.second_choice,
     )
 
 

@@ -72,6 +72,8 @@ class RecordedTokens:
 # candidates before it leave; neither is correlated from position to position.
 _CONCENTRATION = 2.8
 _SHARE = (2.5, 1.6)
+SECOND_CHOICE = 1 / sum(_SHARE)
+"""How often a draft's second choice is right where its best candidate is not."""
 _N_VOCAB = 32000
 _SPAN = 32  # tokens that are copied at a time
 _SHARPNESS: dict[Confidence, float] = {
@@ -88,6 +90,9 @@ class SyntheticTokens:
     `agreement` is the share of positions where the draft's best candidate is the target's token, to one token in
     `n_text`. Best probabilities have a Beta distribution with that mean, stretched a little to meet it exactly, and the
     target's token is drawn from the candidates' probabilities, so these are calibrated.
+
+    Where the best candidate is wrong, the second one is right with a chance of `second_choice`, as far as it stays less
+    probable than the best one.
 
     "overconfident" and "underconfident" drafts agree as often but give other probabilities: p^s over the sum of p^s of
     all candidates at the position, with s = 2 and s = 1/2 (as a softmax at temperature 1/s).
@@ -114,9 +119,10 @@ class SyntheticTokens:
         others: Sequence[float] = (),
         overlap: float = 0.5,
         repeats: float = 0.0,
+        second_choice: float = SECOND_CHOICE,
     ) -> None:
         """Raises UsageError where these make no sense."""
-        for name, share in (("acceptance", agreement), ("overlap", overlap)):
+        for name, share in (("acceptance", agreement), ("overlap", overlap), ("second_choice", second_choice)):
             if not 0 <= share <= 1:
                 raise SettingError(name, f"must be a share between 0 and 1, got {share}")
         for name, value, least in (("n_prompt", n_prompt, 1), ("n_text", n_text, 1), ("n_candidates", n_candidates, 2)):
@@ -132,7 +138,7 @@ class SyntheticTokens:
         on_text: list[Candidates] = []
         drawn_at: list[tuple[list[int], int]] = []
         for p, is_best in zip(best, agrees, strict=True):
-            probs = _series(p, n_candidates)
+            probs = _series(p, n_candidates, second_choice)
             ids = rng.sample(range(_N_VOCAB), n_candidates + 1)  # the last one stands for all other tokens
             drawn = _drawn(probs, is_best, rng)
             text.append(ids[-1 if confidence == "never-right" else drawn])
@@ -145,7 +151,7 @@ class SyntheticTokens:
             rights = _right_with(best, agrees, other, overlap, rng)
             drafts.append([])
             for (ids, first), token, (p, is_best, is_shared) in zip(drawn_at, text, rights, strict=True):
-                probs = _series(p, n_candidates)
+                probs = _series(p, n_candidates, second_choice)
                 is_same = is_shared and is_best == (first == 0)
                 drawn = first if is_same else _drawn(probs, is_best, rng)
                 if not is_same:
@@ -253,11 +259,12 @@ def _draw(probs: Sequence[float], rng: random.Random) -> list[bool]:
     return drawn
 
 
-def _series(best: float, n: int) -> list[float]:
-    """A best candidate's probability and those of n - 1 further ones, falling."""
+def _series(best: float, n: int, second: float) -> list[float]:
+    """A best candidate's probability and those of n - 1 further ones, falling. `second`: share of what the best one
+    leaves that the second one takes."""
     probs, rest = [best], 1 - best
     for k in range(1, n):
-        probs.append(min(probs[-1], rest / (_SHARE[0] + _SHARE[1] * k)))
+        probs.append(min(probs[-1], rest * second if k == 1 else rest / (_SHARE[0] + _SHARE[1] * k)))
         rest -= probs[-1]
     return probs
 

@@ -15,7 +15,7 @@ from support.pipeline import local_session
 from support.requests import asked
 from support.zoo import make
 
-from ggpipe.cluster.recording import BUNDLED, Recording, dump, read
+from ggpipe.cluster.recording import BUNDLED, RecordedPrompt, Recording, dump, read
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
@@ -25,6 +25,7 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.draft_messages import Candidates, Vocabularies
 from ggpipe.core.drafters.draft_state import candidates
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
+from ggpipe.display.tables.recording import recording_text
 from ggpipe.errors import UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
@@ -115,14 +116,19 @@ def record(output: Path, *arguments: object) -> Recording:
     assert done.stderr == ""
     recording = read(output)
     lines = done.stdout.splitlines()
-    assert len(lines) == len(recording.prompts) + 3
+    assert len(lines) == len(recording.prompts) + 3 + 2 * 4 * bool(recording.second_choices)
     for line, take in zip(lines, recording.prompts, strict=False):
         agreement = sum(take.agrees) / len(take.text)
         assert line.split() == [
             *(take.name, str(len(take.text)), "tokens", "agreement", f"{agreement * 100:.0f}", "%"),
             *("confidence", f"{sum(take.confidence) / len(take.text) * 100:.0f}", "%"),
         ]
-    assert sum(map(int, lines[-1].split()[1:])) == sum(len(take.text) for take in recording.prompts)
+    n_prompts, n_tokens = len(recording.prompts), sum(len(take.text) for take in recording.prompts)
+    assert sum(map(int, lines[n_prompts + 2].split()[1:])) == n_tokens
+    if choices := recording.second_choices:
+        assert sum(map(int, lines[n_prompts + 6].split()[1:])) == len(choices)
+        assert int(lines[-1].split()[1]) == len(choices)
+        assert len(choices) == n_tokens - sum(sum(take.agrees) for take in recording.prompts)
     return recording
 
 
@@ -226,6 +232,41 @@ def test_the_bundled_recording_is_of_the_bundled_pair() -> None:
         for a, b in ((take.candidates, found.candidates), (take.after_rejection, found.after_rejection)):
             for one, other in zip(a, b, strict=True):
                 assert_alike(one, other)
+
+
+def test_second_choices() -> None:
+    """Each position is right (R), or has the second choice right (S) or neither (N)."""
+    named = {"R": ((7, 0.6), (8, 0.3)), "S": ((8, 0.5), (7, 0.25)), "N": ((8, 0.4), (9, 0.1)), "1": ((8, 0.4),)}
+    texts = ("RRSNR", "S1R")
+    prompts = tuple(
+        RecordedPrompt(
+            name=text,
+            prompt=(1,),
+            text=(7,) * len(text),
+            candidates=tuple(named[kind] for kind in text),
+            after_rejection=tuple(named[kind] for kind in text),
+        )
+        for text in texts
+    )
+    recording = dataclasses.replace(read(BUNDLED), prompts=prompts)
+    found = [(choice.probability, choice.is_right, choice.most_depth) for choice in recording.second_choices]
+    assert found == [(0.25, True, 3), (0.1, False, 1), (0.25, True, 1), (0.0, False, 1)]
+    assert recording.second_agreement == 0.5
+    assert json.loads(dump(recording))["second_agreement"] == 0.5
+    lines = [line.split() for line in recording_text(recording).splitlines()]
+    assert [line[2:] for line in lines if line[:2] == ["second", "right"]] == [
+        ["0", "%", "-", "0", "%", "100", "%", "-"],
+        ["50", "%", "100", "%", "100", "%", "-", "-", "-"],
+    ]
+    assert lines[-1] == ["mistakes", "4", "1", "1", "0", "0", "0"]
+
+
+def test_a_draft_without_mistakes_has_no_second_choices() -> None:
+    (take,) = read(BUNDLED).prompts[:1]
+    right = dataclasses.replace(take, candidates=tuple(((token, 0.9),) for token in take.text))
+    recording = dataclasses.replace(read(BUNDLED), prompts=(right,))
+    assert recording.second_agreement is None
+    assert "second" not in dump(recording) + recording_text(recording)
 
 
 def test_requests_play_it_back() -> None:

@@ -47,6 +47,17 @@ def test_agreement_is_met_to_one_token(a: float, n: int, seed: int, kind: Confid
     )
 
 
+@pytest.mark.parametrize("share", [0.0, 0.24, 0.5])
+def test_second_choices_are_right_as_often_as_told(share: float) -> None:
+    """At these positions the best candidate is wrong, and leaves room for a second one that is as probable."""
+    tokens = SyntheticTokens(0.7, 1, 20_000, 5, second_choice=share)
+    both = [(tokens.candidates(i, False)[:2], token) for i, token in enumerate(tokens.output)]
+    mistakes = [(second, token) for (best, second), token in both if best[0] != token and best[1] > 0.5]
+    assert len(mistakes) > 1000
+    right = sum(second[0] == token for second, token in mistakes) / len(mistakes)
+    assert right == pytest.approx(share, abs=0.04)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_never_and_always_agreeing(kind: Confidence) -> None:
     assert not any(agrees(SyntheticTokens(0, 1, 1000, 3, kind)))

@@ -22,6 +22,7 @@ from ggpipe.display.tables.summary import ranks_table, request_object
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
 from ggpipe.sim.sweep import Combination, ModeResult
+from ggpipe.sim.text import SECOND_CHOICE
 from ggpipe.stats.activity import taking_part
 from ggpipe.stats.records import RequestStats, percentile
 from ggpipe.stats.traffic import TrafficSummary
@@ -135,6 +136,8 @@ def _heading(spec: SimulationSpec, swept: Collection[str]) -> list[str]:
         lengths = [len(recorded.text) if n_predict < 0 else n_predict for recorded in tokens.prompts]
         request.append(f"outputs of {' + '.join(map(str, lengths))} tokens")
         request.append(f"agreement {percent(tokens.agreement)}")
+        if (second := tokens.second_agreement) is not None:
+            request.append(f"second choice {percent(second)}")
     else:
         if "prompt-tokens" not in swept:
             request.append(f"prompt of {counted(tokens.n_prompt, 'token')}")
@@ -152,6 +155,8 @@ def _agreements(spec: SimulationSpec, tokens: SyntheticText, swept: Collection[s
         others = [tokens.agreement if own is None else own for own in tokens.others]
         agreements = " and ".join(map(percent, (tokens.agreement, *others)))
         words += [f"agreement {agreements}", tokens.confidence]
+        if tokens.second_choice != SECOND_CHOICE:
+            words.append(f"second choice {percent(tokens.second_choice)}")
     if tokens.others and "overlap" not in swept:
         words.append(f"overlap {percent(tokens.overlap)}")
     if tokens.repeats:
