@@ -18,7 +18,7 @@ NEEDLESS = {
     "--no-log-prefix": 0, "--log-timestamps": 0, "--no-log-timestamps": 0, "--log-colors": 1, "--perf": 0,
     "--no-perf": 0, "--repack": 0, "-nr": 0, "--no-repack": 0, "--no-mmproj": 0, "--no-mmproj-auto": 0,
     "--mmproj-auto": 0, "--prefill-assistant": 0, "--no-skip-chat-parsing": 0, "--prio-batch": 1, "--reuse-port": 0,
-    "--models-autoload": 0, "--no-models-autoload": 0,
+    "--models-autoload": 0, "--no-models-autoload": 0, "-bs": 0, "--backend-sampling": 0, "--backend_sampling": 0,
 }  # fmt: skip
 """llama.cpp's flags that change nothing here, with the number of their values. They are accepted."""
 
