@@ -39,7 +39,7 @@ from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
 from ggpipe.launch.environment import die_with_parent, mpi_environment
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
-from ggpipe.llama.bundled import inflated_pair
+from ggpipe.llama.bundled import inflated_mixture, inflated_pair
 from scripts.bench.measuring import greedy
 
 TALE = Path(__file__).parents[2] / "prompts" / "tale.txt"
@@ -92,7 +92,8 @@ Results = dict[tuple[str, Mode], list[Result]]
 
 def job(setting: Setting, args: argparse.Namespace) -> int:
     """One rank's part. The head answers each line of stdin, a mode, with what a text in this mode took."""
-    pair, context, split = inflated_pair(), ContextConfig(n_ctx=2048, n_seq=8), parse_layer_split(setting.split)
+    pair = inflated_mixture() if args.experts else inflated_pair()
+    context, split = ContextConfig(n_ctx=2048, n_seq=8), parse_layer_split(setting.split)
     own = split[1] if len(split) > 1 else None
     draft = DraftConfig(model=ModelConfig(path=pair.draft), context=context, layer_split=own)
     config = EngineConfig(
@@ -126,7 +127,7 @@ class Started:
 
     def __init__(self, setting: Setting, hosts: VirtualHosts | None, args: argparse.Namespace) -> None:
         self.setting = setting
-        command = [*SCRIPT, "--job", setting.name, "-n", str(args.n)]
+        command = [*SCRIPT, "--job", setting.name, "-n", str(args.n), *["--experts"] * args.experts]
         environment = {**os.environ, **mpi_environment()}
         if setting.n_ranks > 1:
             hostfile = hosts.hostfile if hosts is not None else None
@@ -213,12 +214,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-n", type=int, default=64, help="tokens to generate")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=("plain", "draft"), help="what to measure")
+    parser.add_argument("--experts", action="store_true", help="the inflated mixture of experts, 2 of 16")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job is not None:
         (setting,) = {s for settings, _, _ in PARTS.values() for s in settings if s.name == args.job}
         return job(setting, args)
-    inflated_pair()
+    inflated_mixture() if args.experts else inflated_pair()  # made once, before ranks read it
     for part in args.parts:
         settings, base, mode = PARTS[part]
         report(measure(settings, args), (base.name, cast(Mode, mode)))
