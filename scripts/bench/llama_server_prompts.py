@@ -15,7 +15,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from support import llama_cpp
+from support import llama_cpp_source
 from support.llama_server_prompts import BODIES, TABLE, hash_of, templates
 
 PROGRAM = Path(__file__).with_suffix(".cpp")
@@ -24,7 +24,7 @@ LIBRARIES = Path(sysconfig.get_path("platlib")) / "lib"
 
 def compiled(folder: Path) -> Path:
     """The program. It takes a file of bodies, and templates."""
-    source, program = llama_cpp.source(), folder / "llama_server_prompts"
+    source, program = llama_cpp_source.source(), folder / "llama_server_prompts"
     headers = ("tools/server", "tools/mtmd", "common", "include", "ggml/include", "vendor")
     command = ["c++", "-std=c++17", "-rdynamic", *(f"-I{source / header}" for header in headers)]
     command += [str(PROGRAM), str(source / "tools" / "server" / "server-common.cpp"), f"-L{LIBRARIES}"]

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from support import llama_cpp
+from support import llama_cpp_source
 
 TABLE = Path(__file__).parents[1] / "text" / "chat" / "llama_server_prompts.json"
 """For each template, a hash for each of `BODIES`; null where llama-server refuses the conversation."""
@@ -59,7 +59,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def templates() -> list[Path]:
     """All templates that llama.cpp has for its tests. Raises OSError if its source cannot be had."""
-    return sorted((llama_cpp.source() / "models" / "templates").glob("*.jinja"))
+    return sorted((llama_cpp_source.source() / "models" / "templates").glob("*.jinja"))
 
 
 def hash_of(prompt: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
-from support import llama_cpp
+from support import llama_cpp_source
 
 from ggpipe.config.sampling import CallGrammar, SamplingConfig
 from ggpipe.core.prompt import ToolChoice
@@ -232,7 +232,7 @@ OF_LLAMA_CPP = {
 def test_what_templates_write_is_read(name: str, form: Form) -> None:
     """The model's turn, as the template writes it into the next prompt."""
     try:
-        source = (llama_cpp.source() / "models" / "templates" / f"{name}.jinja").read_text()
+        source = (llama_cpp_source.source() / "models" / "templates" / f"{name}.jinja").read_text()
     except OSError as e:
         pytest.skip(f"llama.cpp's templates cannot be had: {e}")
     assert form_of(source) is form
