@@ -49,7 +49,7 @@ class RunCost:
 
     def __init__(self, rolls_back: bool = True) -> None:
         """`rolls_back`: as in `Limits`."""
-        self._rolls_back = rolls_back
+        self.rolls_back = rolls_back
         self._seconds: dict[int, float] = {}
         """Time of a run in its slowest stage, by its rows."""
         self._tried: list[int] = []
@@ -155,7 +155,7 @@ class RunCost:
     def again_s(self, rejected: float, n_again: int) -> float:
         """Expected delay of the next correction, in all stages, if its run decodes `n_again` tokens again with the
         probability `rejected`. 0 where the target can roll back (see `state_rollback`)."""
-        if self._rolls_back or rejected <= 0:
+        if self.rolls_back or rejected <= 0:
             return 0.0
         return rejected * self.length * max(self.time(1 + n_again) - self.time(1), 0.0)
 
@@ -210,15 +210,17 @@ def most_per_second(probabilities: Iterable[float], cost: RunCost, n_roots: int 
     gain, best = float(n_roots), 0 if n_roots else 1
     probabilities = itertools.islice(probabilities, max(cost.most_rows - n_roots, best))
     most = _CLEARLY_MORE * gain / cost.time(n_roots) if n_roots else 0.0
-    one_s = cost.time(1)
+    time, length, one_s = cost.time, cost.length, cost.time(1)  # this loop runs for each row of each run
     again_s, before = 0.0, 1.0
     for n, probability in enumerate(probabilities, 1):
         gain += probability
-        again_s += cost.again_s(before - probability, n_roots + n - 1)
-        before = probability
-        run_s, late_s = cost.time(n_roots + n), again_s
+        if not cost.rolls_back:
+            again_s += cost.again_s(before - probability, n_roots + n - 1)
+            before = probability
+        run_s, late_s = time(n_roots + n), again_s
         if not n_roots and run_s > one_s:
-            late_s += cost.length * (run_s - one_s) * min((1 - probability) / _DOUBT, 1.0)
+            doubt = 1 - probability
+            late_s += length * (run_s - one_s) * (doubt / _DOUBT if doubt < _DOUBT else 1.0)
         if (rate := gain / (run_s + late_s)) > most:
             best, most = n, rate
     return best

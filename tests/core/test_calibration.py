@@ -229,3 +229,28 @@ def test_it_is_complete_when_no_drafter_may_send_more() -> None:
     assert it.drafters.all_complete
     it.accept(7)
     assert not it.drafters.all_complete
+
+
+def test_several_drafters_are_reckoned_by_what_they_reach_together() -> None:
+    """Each knows every other token, and says so."""
+    it = Both()
+    for i in range(200):
+        it.name(4, 7, 0.9 if i % 2 else 0.3)
+        it.name(9, 8, 0.3 if i % 2 else 0.9)
+        it.accept(7 if i % 2 else 8)
+    assert it.drafters.calibration.agreement > 0.9
+    assert it.drafters[4].calibration.agreement < 0.7
+    assert it.drafters[9].calibration.agreement < 0.7
+
+
+def test_only_draft_tokens_that_are_to_come_are_waited_for() -> None:
+    """n-grams have sent theirs: what is to come is as good as the draft model alone."""
+    it = Both()
+    it.drafters = RequestDrafters((4, 9), it.tree, at_once=(9,))
+    it.drafters[4].look_ahead = it.drafters[9].look_ahead = 3
+    assert it.drafters.coming is it.drafters[4].calibration
+    it.drafters = RequestDrafters((4, 9), it.tree)
+    it.drafters[4].look_ahead = it.drafters[9].look_ahead = 3
+    assert it.drafters.coming is it.drafters.calibration
+    alone = RequestDrafters((4,), it.tree)
+    assert alone.coming is alone.calibration is alone[4].calibration

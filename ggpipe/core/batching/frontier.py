@@ -95,10 +95,10 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
             return Choice(wake_at=due_at)
         n = 0 if chosen.n and pipeline.tries_one(1.0, sum(probabilities[: chosen.n])) else chosen.n
     elif rounds.best < pipeline.n_stages:
-        calibration = drafted.drafters.leading.calibration
+        calibration = drafted.drafters.calibration
         n = draft_with_root(probabilities, len(found), pipeline.cost, len(roots), calibration, math.inf, math.inf).n
     else:  # runs of equal length: all that follow a longer one would wait for it
-        usual = usual_chain(drafted.drafters.leading.calibration, pipeline.limits.n_rows, rounds.size)
+        usual = usual_chain(drafted.drafters.calibration, pipeline.limits.n_rows, rounds.size)
         n = rounds.size + most_per_second(usual, pipeline.cost, rounds.size) - len(roots)
         n = min(n, most_per_second(probabilities, pipeline.cost, len(roots)))
     return Choice(_schedule(roots, found, min(n, len(found))))
@@ -108,17 +108,18 @@ def _draft_with_single_root(
     pipeline: PipelineState, state: RequestState, probabilities: Sequence[float]
 ) -> DraftWithRoot:
     """Draft tokens that are to go in with the only root, those that are still to come included."""
-    drafter, speculation = state.drafters.leading, state.request.speculation
+    pace, speculation = state.drafters.leading.pace, state.request.speculation
     if not speculation.continuous:
         return DraftWithRoot()
-    first_s, next_s = drafter.pace.first_s, drafter.pace.next_s
+    first_s, next_s = pace.first_s, pace.next_s
     if first_s is None or next_s is None:
         first_s = next_s = math.inf
     cells = pipeline.spare_cells + state.n_cells - state.n_used
     most = min(cells, speculation.most_drafted, state.deepest - state.tree.root.pos)
     most = max(min(most, pipeline.limits.n_rows - state.n_root_rows), 0)
+    known, n_again = state.drafters, state.tree.n_again
     return draft_with_root(
-        probabilities[:most], most, pipeline.cost, 1, drafter.calibration, first_s, next_s, state.tree.n_again
+        probabilities[:most], most, pipeline.cost, 1, known.calibration, first_s, next_s, n_again, known.coming
     )
 
 
@@ -168,9 +169,10 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
 def look_ahead(
     pipeline: PipelineState, state: RequestState, calibration: Calibration, others: Sequence[SequenceState]
 ) -> int:
-    """How far a drafter with this calibration may be ahead of a request's root: as far as fills the pipeline, and one
-    run more, where draft tokens may still be accepted. Where accepted tokens of others fill it, as far as a draft token
-    is worth a row beside them. `others`: requests that are served with it.
+    """How far a drafter with this calibration may be ahead of a request's root: as far as fills the pipeline with what
+    all drafters reach together, and one run more, where its own draft tokens may still be accepted. Where accepted
+    tokens of others fill it, as far as a draft token is worth a row beside them. `others`: requests that are served at
+    the same time.
 
     A single stage needs nothing to fill it: there draft tokens are useful in the root's run, and where they do not pay,
     drafting would only take cores from the stage.
@@ -178,16 +180,17 @@ def look_ahead(
     if any(other.phase is Phase.PREFILL for other in others):
         return 0
     speculation, cost, rounds = state.request.speculation, pipeline.cost, Rounds(pipeline.cost, len(others) + 1)
+    together = state.drafters.calibration
     if others and (rounds.best >= pipeline.n_stages or not state.is_async):
-        usual = most_per_second(usual_chain(calibration, speculation.most_drafted, rounds.size), cost, rounds.size)
+        usual = most_per_second(usual_chain(together, speculation.most_drafted, rounds.size), cost, rounds.size)
         return math.ceil(usual / rounds.size)
     if not state.is_async or not speculation.continuous:
         return speculation.most_drafted
     if pipeline.n_stages == 1 and not pays_beside_root(
-        min(speculation.most_drafted, pipeline.limits.n_rows - 1), cost, calibration
+        min(speculation.most_drafted, pipeline.limits.n_rows - 1), cost, together
     ):
         return 0
-    usual = most_per_second(usual_chain(calibration, speculation.most_drafted), cost)
+    usual = most_per_second(usual_chain(together, speculation.most_drafted), cost)
     return min(usual * (pipeline.limits.n_in_flight + 1), calibration.reach)
 
 

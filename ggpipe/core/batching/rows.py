@@ -50,11 +50,13 @@ def draft_with_root(
     first_s: float,
     next_s: float,
     n_again: int = 0,
+    coming: Calibration | None = None,
 ) -> DraftWithRoot:
     """How many draft tokens, at most `most`, go into a run with `n_roots` accepted tokens while the pipeline has room.
 
     `ready`: the probabilities of those that are there. `first_s`, `next_s`: the usual time to a first further one and
     between later ones; infinite where none is to be waited for. `n_again`: tokens that are decoded again in this run.
+    `drafter`: of all draft tokens; `coming`: of those to be waited for, if they are not all alike.
 
     A draft token that goes in with its root is verified with it, and not by a later run; that saves its path the
     time of a run in the slowest stage. Against that stands the row, in every stage and for each root, and the wait for
@@ -78,7 +80,7 @@ def draft_with_root(
         if n <= len(ready):
             probability = ready[n - 1]
         else:
-            probability *= agreement
+            probability *= coming.agreement if coming is not None else agreement
             wait_s += first_s if n == 1 else next_s
         longer_s = cost.time(n_rows + n)
         gain_s += probability * each_s - n_roots * cost.length * (longer_s - run_s)

@@ -59,6 +59,7 @@ class RequestDrafters:
         self._states = {drafter: DrafterState(drafter in at_once) for drafter in drafters}
         self._calibrations = {drafter: state.calibration for drafter, state in self._states.items()}
         self._consensus = Consensus()
+        self._together = Calibration()
         self._tree = tree
 
     def __iter__(self) -> Iterator[tuple[int, DrafterState]]:
@@ -73,13 +74,25 @@ class RequestDrafters:
 
     @property
     def leading(self) -> DrafterState:
-        """The drafter whose further draft tokens are reckoned with: the one that agrees most often with the target, of
-        those that may send more below this root; of all with a model where none may. Drafters without one have sent
+        """The drafter for whose further draft tokens a root may wait: the one that agrees most often with the target,
+        of those that may send more below this root; of all with a model where none may. Drafters without one have sent
         what they have."""
         states = self._states.values()
         slow = [state for state in states if not state.answers_at_once]
         due = [state for state in slow if state.is_due]
         return max(due or slow or states, key=lambda state: state.calibration.agreement)
+
+    @property
+    def calibration(self) -> Calibration:
+        """What all drafters reach together: how often the most probable draft token is right, whoever named it."""
+        return self._together if len(self._states) > 1 else self.leading.calibration
+
+    @property
+    def coming(self) -> Calibration:
+        """The agreement of draft tokens that are still to come below this root: that of their drafter, or what several
+        of them reach together."""
+        n_due = sum(state.is_due for state in self._states.values() if not state.answers_at_once)
+        return self.calibration if n_due > 1 else self.leading.calibration
 
     @property
     def all_complete(self) -> bool:
@@ -106,8 +119,10 @@ class RequestDrafters:
     def judge(self, token: int, counters: Counters) -> None:
         """The target's token after the root is known: each drafter that named one is judged by its own numbers."""
         siblings = self._tree.root.children.values()
-        if len(self._states) > 1:
+        if len(self._states) > 1 and siblings:
             self._consensus.judged(siblings, token, self._calibrations)
+            likeliest = max(siblings, key=lambda node: node.probability)
+            self._together.judged(likeliest.probability, likeliest.token == token)
         best: dict[int, tuple[Proposal, bool]] = {}
         named: list[tuple[Proposal, bool]] = []
         for node in siblings:
