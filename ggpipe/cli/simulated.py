@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ggpipe.cluster import recording
-from ggpipe.cluster.model_shape import ModelShape, head_shape
+from ggpipe.cluster.model_shape import ModelShape, head_shape, mtp_shape
 from ggpipe.cluster.recording import Recording
 from ggpipe.config.context import MAX_PREFIXES, ContextConfig
 from ggpipe.errors import Setting, SettingError, UsageError, Wording
@@ -44,6 +44,8 @@ def drafts_of(
     for drafter in given.drafters:
         if drafter.kind == "eagle3":
             found.append(heads[0] if heads else head_shape(target))
+        elif drafter.kind == "mtp":
+            found.append(mtp_shape(target))
         elif drafter.kind == "draft":
             if not drafts:
                 raise SettingError(

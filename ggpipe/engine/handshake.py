@@ -92,6 +92,9 @@ def check_heads(
     if not found:
         return None
     if len(found) > 1:
+        if any(draft.is_mtp for draft in config.drafts):
+            advice = f" mtp cannot be combined with an EAGLE-3 head ({found[0][0]}): use one of them"
+            raise ModelError(Setting("spec_type"), advice)
         names = " and ".join(name for name, *_ in found)
         raise ModelError(Setting("draft.model"), f" names several EAGLE-3 heads ({names}): give one")
     name, needs, draft_layout = found[0]

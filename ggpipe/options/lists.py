@@ -55,7 +55,7 @@ def simulated_drafters(text: str) -> tuple[SimulatedDrafter, ...]:
             raise ValueError(f"{word.strip()}: a share is a number between 0 and 1")
         found.append(SimulatedDrafter(kind, number))
     kinds = [drafter.kind for drafter in found]
-    if twice := [kind for kind in ("eagle3", "ngram") if kinds.count(kind) > 1]:
+    if twice := [kind for kind in ("eagle3", registry.MTP, "ngram") if kinds.count(kind) > 1]:
         raise ValueError(f"there is one {twice[0]} drafter at most")
     return tuple(found)
 

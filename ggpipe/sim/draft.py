@@ -50,7 +50,7 @@ class VirtualDraft:
         self.rank = model.layout.head
         self._process = processes[self.rank]
         self._drafter = registry.WITH_MODEL[model.drafter](drafter, DraftPipeline(limits=limits))
-        self._paths = _Paths(tokens, drafter, reads_states=bool(model.taps))
+        self._paths = _Paths(tokens, drafter, skips_first=bool(model.taps) and model.drafter != registry.MTP)
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, model, self.rank, self._result_arrived
         )
@@ -70,7 +70,7 @@ class VirtualDraft:
         return 1
 
     def states_arrived(self, run: Run) -> None:
-        """All states of a run of the target came that an EAGLE-3 head reads."""
+        """All states of a run of the target came that an EAGLE-3 head reads, or MTP layers."""
         event = StatesArrived(run.id, tuple((row.request, row.pos) for row in run.rows))
         self._process.receive(HEAD, lambda: self._handle(event))
 
@@ -113,12 +113,12 @@ class VirtualDraft:
 class _Paths:
     """Which of the draft's sequences have left the text, and what it therefore says of a row."""
 
-    def __init__(self, tokens: Mapping[int, SimulatedTokens], drafter: int, reads_states: bool) -> None:
-        """`tokens`: of each request. `drafter`: whose candidates they are, by its id. `reads_states`: its rows are
-        those of an EAGLE-3 head."""
+    def __init__(self, tokens: Mapping[int, SimulatedTokens], drafter: int, skips_first: bool) -> None:
+        """`tokens`: of each request. `drafter`: whose candidates they are, by its id. `skips_first`: its texts begin
+        with their second token, as those of an EAGLE-3 head."""
         self._tokens = tokens
         self._drafter = drafter
-        self._reads_states = reads_states
+        self._skips_first = skips_first
         self._left: dict[int, int] = {}
         """By sequence: the position of its first token that is not the text's."""
         self._known: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[float, ...]]] = {}
@@ -157,7 +157,7 @@ class _Paths:
 
     def _shift(self, row: Row) -> int:
         """Tokens of the request before the drafter's own first one, see `core.drafters.eagle`."""
-        return int(self._reads_states and len(self._tokens[row.request].prompt) > 1)
+        return int(self._skips_first and len(self._tokens[row.request].prompt) > 1)
 
     def _said(self, request: int, pos: int, lost: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
         key = request, pos, lost

@@ -70,7 +70,7 @@ class PipelineSpec:
     drafter: str = "draft"
     """Of a draft model: the kind of its drafter, as in `registry`."""
     taps: tuple[int, ...] = ()
-    """Of an EAGLE-3 head: the target's layers whose inputs it reads, each `tap_bytes` a row."""
+    """Of an EAGLE-3 head, or of MTP layers: the target's layers whose inputs they read, each `tap_bytes` a row."""
     tap_bytes: int = 0
 
 

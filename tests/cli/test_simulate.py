@@ -165,12 +165,14 @@ def test_several_drafters(simulate, refuse) -> None:  # type: ignore[no-untyped-
     assert "agreement 60 % and 70 % and 80 %, calibrated, overlap 30 %, 25 % repeated" in out
     split = simulate(name, *SHORT, *mode, "--drafters", "draft,eagle3", "--mpi-layer-split", "0.4,0.3,0.3/1.0/1.0")
     assert "on 3 ranks" in split
+    assert "head MTP (1 layer) on 1 rank" in simulate(name, *SHORT, *mode, "--drafters", "mtp:0.8").replace("\n", " ")
     alone = simulate(name, *SHORT, *mode, "--drafters", "ngram:1")
     assert "draft" not in alone.splitlines()[1]
     for words, line in {
         ("--drafters", "draft:2"): "a share is a number between 0 and 1",
         ("--drafters", "a"): "write drafters, separated by commas",
         ("--drafters", "ngram,ngram"): "one ngram drafter at most",
+        ("--spec-type", "draft-mtp"): "mtp is not simulated this way: use --drafters mtp",
         ("--drafters", "draft", "--spec-type", "ngram"): "--drafters both name drafters: omit one of them",
         ("--drafters", "draft", "--overlap", 2): "must be a share between 0 and 1, got 2",
         ("--drafters", "draft,draft", "--recording", BUNDLED): "has the candidates of one draft model",

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from support.commands import TARGET
+from support.draft_heads import all_at_once, chains_sent, modes_of
 from support.eagle3 import PlainHead
 from support.pipeline import local_session
 from support.requests import asked
 from support.tale import DRAWN, GREEDY, N_CTX, N_TOKENS, generate, plain, prompt
 from support.zoo import make
 
-from ggpipe.channel.events import TokenReady
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
@@ -21,20 +21,12 @@ from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import ROOT as BELOW_ROOT
-from ggpipe.core.draft_messages import MicroBatch
-from ggpipe.core.request_state import RequestState
 from ggpipe.errors import ModelError, SettingError
 from ggpipe.llama.bundled import BUNDLED_HEAD
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 ALONE = ("eagle3",)
-MODES = {
-    "async": SpeculationConfig(drafters=ALONE),
-    "chains": SpeculationConfig(policy="thresholds", n_draft=3, drafters=ALONE),
-    "speculative": SpeculationConfig(mode="speculative", n_draft=3, drafters=ALONE),
-    "with n-grams": SpeculationConfig(),
-}
+MODES = modes_of("eagle3")
 
 
 @pytest.fixture(autouse=True)
@@ -98,31 +90,14 @@ def test_several_requests_at_a_time() -> None:
     prompts = [prompt(), prompt()[:20], (*prompt()[:40], *prompt()[10:30])]
     with local_session(config_of(0.5, 0.5, n_requests=3), 3) as session:
         for mode in ("async", "speculative"):  # the second time, prefixes are cached
-            requests = [session.submit(asked(tokens, GREEDY, N_TOKENS, MODES[mode])) for tokens in prompts]
-            found: dict[int, list[int]] = {request.id: [] for request in requests}
-            while any(request.is_active for request in requests):
-                for event in session.step():
-                    if isinstance(event, TokenReady):
-                        found[event.request].append(event.token.id)
-            assert list(found.values()) == [plain(GREEDY, tokens) for tokens in prompts]
-    drafted = [request.stats.counters.drafted_tokens for request in requests]
+            found, drafted = all_at_once(session, [asked(tokens, GREEDY, N_TOKENS, MODES[mode]) for tokens in prompts])
+            assert found == [plain(GREEDY, tokens) for tokens in prompts]
     assert max(drafted) > 0, drafted  # where others' tokens fill the pipeline, fewer are worth it
 
 
 def test_drafts_are_llama_cpps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted in turn with the target, along the same text."""
-    sent: dict[int, list[int]] = {}
-    add = RequestState.add
-
-    def seen(state: RequestState, micro_batch: MicroBatch, now: float) -> None:
-        for expansion in micro_batch.expansions:
-            if expansion.parent == BELOW_ROOT:
-                sent[micro_batch.epoch] = []
-            if micro_batch.epoch in sent:  # else some of it was sent for an earlier root
-                sent[micro_batch.epoch].append(expansion.candidates[0][0])
-        add(state, micro_batch, now)
-
-    monkeypatch.setattr(RequestState, "add", seen)
+    sent = chains_sent(monkeypatch)
     with local_session(config_of(0.4, 0.3, 0.3), 4) as session:
         tokens, stats = generate(session, GREEDY, MODES["speculative"])
     sent.pop(0, None)  # before the first token is sampled, llama.cpp drafts nothing

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from support.architectures import write
+from support.draft_heads import all_at_once, chains_sent, modes_of
 from support.mtp import PlainMtp, agreeing
 from support.pipeline import local_session
 from support.reference import Reference
 from support.requests import asked
 
-from ggpipe.channel.events import TokenReady
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
@@ -21,23 +21,15 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import ROOT as BELOW_ROOT
-from ggpipe.core.draft_messages import MicroBatch
-from ggpipe.core.request_state import RequestState
 from ggpipe.engine.session import Session
 from ggpipe.errors import LaunchError, ModelError, SettingError
+from ggpipe.llama.bundled import BUNDLED_HEAD
 from ggpipe.stats.records import RequestStats
 
 N_CTX, N_TOKENS = 256, 40
 PROMPT = tuple((5 + 37 * i + i * i) % 110 + 3 for i in range(40))
 GREEDY, DRAWN = SamplingConfig(temp=0), SamplingConfig(temp=0.8, seed=5)
-ALONE = ("mtp",)
-MODES = {
-    "async": SpeculationConfig(drafters=ALONE),
-    "chains": SpeculationConfig(policy="thresholds", n_draft=3, drafters=ALONE),
-    "speculative": SpeculationConfig(mode="speculative", n_draft=3, drafters=ALONE),
-    "with n-grams": SpeculationConfig(),
-}
+MODES = modes_of("mtp")
 
 
 @pytest.fixture(autouse=True)
@@ -138,31 +130,16 @@ def test_several_requests_at_a_time(model: Path) -> None:
     prompts = [PROMPT, PROMPT[:20], (*PROMPT[:30], *PROMPT[10:30])]
     with local_session(config_of(model, 0.6, 0.4, n_requests=3), 3) as session:
         for mode in ("async", "speculative"):  # the second time, prefixes are cached
-            requests = [session.submit(asked(tokens, GREEDY, N_TOKENS, MODES[mode])) for tokens in prompts]
-            found: dict[int, list[int]] = {request.id: [] for request in requests}
-            while any(request.is_active for request in requests):
-                for event in session.step():
-                    if isinstance(event, TokenReady):
-                        found[event.request].append(event.token.id)
-            assert list(found.values()) == [plain(model, GREEDY, tokens) for tokens in prompts]
-    drafted = [request.stats.counters.drafted_tokens for request in requests]
-    assert max(drafted) > 0, drafted
+            found, _ = all_at_once(session, [asked(tokens, GREEDY, N_TOKENS, MODES[mode]) for tokens in prompts])
+            assert found == [plain(model, GREEDY, tokens) for tokens in prompts]
+        tokens, stats = generate(session, GREEDY, MODES["speculative"])  # where others compute, few draft tokens pay
+    assert tokens == plain(model, GREEDY)
+    assert stats.counters.drafted_tokens > 0
 
 
 def test_drafts_are_llama_cpps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Drafted in turn with the target, along the same text."""
-    sent: dict[int, list[int]] = {}
-    add = RequestState.add
-
-    def seen(state: RequestState, micro_batch: MicroBatch, now: float) -> None:
-        for expansion in micro_batch.expansions:
-            if expansion.parent == BELOW_ROOT:
-                sent[micro_batch.epoch] = []
-            if micro_batch.epoch in sent:  # else some of it was sent for an earlier root
-                sent[micro_batch.epoch].append(expansion.candidates[0][0])
-        add(state, micro_batch, now)
-
-    monkeypatch.setattr(RequestState, "add", seen)
+    sent = chains_sent(monkeypatch)
     path = write("glm4moe", folder / "random.gguf", n_mtp=1)
     with local_session(config_of(path, 0.5, 0.5), 3) as session:
         tokens, _ = generate(session, GREEDY, MODES["speculative"])
@@ -198,6 +175,10 @@ def test_what_does_not_fit_is_said_in_one_line(model: Path, folder: Path) -> Non
         pytest.raises(LaunchError, match="rank 2 would get no layer: the model has 1 layers"),
         local_session(EngineConfig(config.model, config.context, config.pipeline, (two,)), 3),
     ):
+        pass
+    config = config_of(model, 1.0, more=(BUNDLED_HEAD,))
+    message = r"`spec_type` mtp cannot be combined with an EAGLE-3 head \(tales-eagle3.gguf\): use one of them"
+    with pytest.raises(ModelError, match=message), local_session(config, 3):
         pass
     config = config_of(model, 1.0, own=False)
     with local_session(config, 1) as session, pytest.raises(SettingError, match="draft is not loaded, but mtp is"):

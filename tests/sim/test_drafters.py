@@ -137,6 +137,17 @@ def test_a_head_drafts_up_to_its_horizon() -> None:
     assert {rank.drafter for rank in stats.ranks if rank.draft} == {"eagle3"}
 
 
+def test_mtp_layers_read_one_state() -> None:
+    """They draft as an EAGLE-3 head of the same size, whose text begins one token later."""
+    _, head = shapes()
+    layers = replace(head, taps=(head.n_layer,), is_mtp=True)
+    tokens = SyntheticText(agreement=0.95)
+    (stats,), (other,) = (setup((drafter,), tokens).run("async") for drafter in (layers, head))
+    assert max(stats.counters.by_lead) == HORIZON
+    assert {rank.drafter for rank in stats.ranks if rank.draft} == {"mtp"}
+    assert speed(stats) > 0.95 * speed(other)
+
+
 def test_taps_take_the_links_time() -> None:
     """A row of the target costs three states."""
     _, head = shapes()

@@ -163,6 +163,8 @@ def _modes(spec: SimulationSpec, options: Options) -> list[Mode]:
     """The modes to simulate. Sweeps, plots and traces show details of the last one."""
     mode = given_mode(options)
     kinds = [draft.drafter for draft in spec.drafts]
+    if registry.MTP in (spec.speculation.drafters or ()) and registry.MTP not in kinds:
+        raise SettingError("spec_type", "mtp is not simulated this way", Wording("use ", Setting("drafters"), " mtp"))
     if "eagle3" in (spec.speculation.drafters or ()) and "eagle3" not in kinds:
         advice = Wording("name one with ", Setting("draft.model"), ", or use ", Setting("drafters"), " eagle3")
         raise SettingError("spec_type", "eagle3 needs an EAGLE-3 head", advice)
