@@ -179,7 +179,7 @@ def test_simulated_output(page: str, command: str) -> None:
 
 def test_options_that_pages_name_exist() -> None:
     help_text = "".join(
-        in_process.ggpipe(command, "--help", COLUMNS="200").stdout
+        in_process.ggpipe(command, "--help-all", COLUMNS="200").stdout
         for command in ("generate", "plan", "simulate", "profile", "record", "bench")
     )
     pages = ("README.md", *(f"docs/{name}.md" for name in ("generate", "plan", "simulate", "profile", "bench")))

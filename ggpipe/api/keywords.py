@@ -196,8 +196,9 @@ class EngineOptions(RequestOptions, total=False):
     cache_type_v: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
     """KV cache type of V; same choices as `cache_type_k`. Default: 'f16'."""
     check_memory: bool
-    """Refuse to load if a machine has less available memory than its ranks need. `restart` always does so when it moves
-    layers to other machines. Default: False."""
+    """Refuse to load if a machine has less available memory than its ranks need, instead of warning. A given `n_ctx`
+    whose cells do not fit is always refused. `restart` always does so when it moves layers to other machines. Default:
+    False."""
     exact: bool
     """Use reference kernels: slower, but with the same bits for every split, mode and number of threads. Default:
     False."""

@@ -22,6 +22,9 @@ NEEDLESS = {
 }  # fmt: skip
 """llama.cpp's flags that change nothing here, with the number of their values. They are accepted."""
 
+ALONE = ("--version", "--install-completion")
+"""Flags that come without a command."""
+
 _LAYER_SPLIT = Setting("layer_split")
 REASONS: Mapping[str | Wording, tuple[str, ...]] = {
     "ggpipe runs on CPUs only: omit this flag": (
@@ -86,6 +89,10 @@ def no_command(commands: Sequence[Command], arguments: Sequence[str]) -> UsageEr
     """The error for a command line that does not start with a command."""
     names, first = [command.name for command in commands if not command.hidden], arguments[0]
     known = f"the commands are {', '.join(names)}"
+    if first in ("-v", "-V", "version"):
+        return UsageError(f"no such command: {first}; write `ggpipe --version` for the version")
+    if similar := difflib.get_close_matches(first, ALONE, 1):
+        return UsageError(f"no such option: {first}; did you mean {similar[0]}?")
     if first.startswith("-") and (named := [name for name in names if name in arguments]):
         return UsageError(f"{first} is before the command: write `ggpipe {named[0]} {first} ...`")
     if first.startswith("-"):

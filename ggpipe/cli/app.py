@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ggpipe._version import __version__
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.command_line import HelpWanted, named_command, parse
 from ggpipe.cli.messages import flush_stdout, name_variables, reach_front_end, report, show, warn
@@ -49,25 +48,43 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     command: Command | None = None
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     try:
         command = named_command(COMMANDS, arguments)
-        if command is None and arguments[:1] == ["--version"]:
-            print(f"ggpipe {__version__}")
-            return 0
+        if command is None and (code := _about(arguments[:1])) is not None:
+            return code
         if command is None:
             raise HelpWanted
         variables = read_variables(command, OPTIONS, os.environ, warn)
         options = parse(command, OPTIONS, arguments[1:], variables, name_variables)
-    except HelpWanted:
+    except HelpWanted as e:
         from ggpipe.cli.help import show_help  # Rich is slow to import
 
-        show_help(COMMANDS, OPTIONS, command)
+        show_help(COMMANDS, OPTIONS, command, e.is_full)
         return 0 if arguments else UsageError.exit_code
     if options[HubSettings].is_given:
         from ggpipe.cli.downloads import with_models  # needed by few
 
         options = with_models(command, options)
     return _call(command, options)
+
+
+def _about(words: Sequence[str]) -> int | None:
+    """Answer a flag that comes without a command. Returns the exit code, or None for other words."""
+    if words == ["--version"]:
+        from ggpipe.cli.version import version_lines
+
+        for line in version_lines():
+            print(line, flush=True)
+        return 0
+    if words == ["--install-completion"]:
+        from ggpipe.cli.completion import install_completion
+
+        path = install_completion(COMMANDS, OPTIONS)
+        print(f"wrote {path}: bash-completion loads it in new shells")
+        return 0
+    return None
 
 
 def _call(command: Command, options: Options) -> int:

@@ -21,6 +21,7 @@ _BARE = {  # options whose value is optional: the value to assume, and the possi
 _SAME = {"--log-jsonl": "--log-format=json", "-co": "--color"}
 """llama.cpp's flags that have other names here."""
 _HELP = ("-h", "--help")
+_FULL_HELP = "--help-all"
 _WORD = re.compile("-[A-Za-z][A-Za-z-]+")
 """A flag of several letters: `-xyz` is not `-x` with a value."""
 _KINDS = {int: "a whole number", float: "a number"}
@@ -29,6 +30,11 @@ _KINDS = {int: "a whole number", float: "a number"}
 class HelpWanted(Exception):
     """The user asks for a help page."""
 
+    def __init__(self, is_full: bool = False) -> None:
+        """`is_full`: with all options, instead of the most common ones."""
+        super().__init__()
+        self.is_full = is_full
+
 
 def named_command(commands: Sequence[Command], arguments: Sequence[str]) -> Command | None:
     """The command that a command line starts with, or None if it asks for the program's help or version.
@@ -36,7 +42,7 @@ def named_command(commands: Sequence[Command], arguments: Sequence[str]) -> Comm
     Raises UsageError if it starts with something else.
     """
     first = arguments[0] if arguments else _HELP[0]
-    if first in (*_HELP, "--version"):
+    if first in (*_HELP, _FULL_HELP, *advice.ALONE):
         return None
     command = next((command for command in commands if command.name == first), None)
     if command is None:
@@ -107,8 +113,8 @@ class _Words:
             name, equals, value = _SAME.get(argument, argument).partition("=")
             if name.startswith("--"):
                 name = name.replace("_", "-")
-            if name in _HELP:
-                raise HelpWanted
+            if name in (*_HELP, _FULL_HELP):
+                raise HelpWanted(name == _FULL_HELP)
             if name not in self._flags:
                 short = self._flags.get(argument[:2])
                 if short is None or short[0].reads is bool or argument[1] == "-" or _WORD.fullmatch(name):

@@ -9,11 +9,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ggpipe.options.commands import COMMON
 from ggpipe.options.option import Command, Option
 
 
-def show_help(commands: Sequence[Command], table: Sequence[Option], command: Command | None) -> None:
-    """Print a command's page; None: the program's."""
+def show_help(
+    commands: Sequence[Command], table: Sequence[Option], command: Command | None, is_full: bool = True
+) -> None:
+    """Print a command's page; None: the program's. `is_full`: with all options, instead of the most common ones."""
     app = typer.Typer(
         cls=_Program,
         add_completion=False,
@@ -29,7 +32,7 @@ def show_help(commands: Sequence[Command], table: Sequence[Option], command: Com
         pass
 
     for own in commands if command is None else [command]:  # typer takes 10 ms for each
-        _add(app, own, table)
+        _add(app, own, table, is_full)
     words = ["--help"] if command is None else [command.name, "--help"]
     app(words, standalone_mode=False, prog_name="ggpipe")
 
@@ -52,14 +55,19 @@ class _Program(_PlainHelp, TyperGroup):
     pass
 
 
-def _add(app: typer.Typer, command: Command, table: Sequence[Option]) -> None:
+def _add(app: typer.Typer, command: Command, table: Sequence[Option], is_full: bool) -> None:
     def page(**_: Any) -> None:
         """Nothing is run here."""
 
-    parameters = [_parameter(row, command) for row in command.options(table)]
+    rows = command.options(table)
+    shown = [row for row in rows if is_full or row.name in COMMON or row.name in command.required]
+    text = paragraphs(command.help)
+    if len(shown) < len(rows):
+        text += f"\n\n`ggpipe {command.name} --help-all` lists all {len(rows)} options."
+    parameters = [_parameter(row, command) for row in shown]
     page.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     page.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(command.name, help=paragraphs(command.help), hidden=command.hidden, cls=_Command)(page)
+    app.command(command.name, help=text, hidden=command.hidden, cls=_Command)(page)
 
 
 def paragraphs(text: str) -> str:

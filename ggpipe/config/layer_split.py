@@ -11,6 +11,8 @@ from ggpipe.errors import SettingError
 
 MAX_PARTS = 16
 """Maximum number of ranks in a group, which is ggml's for devices that compute together."""
+LEAST_SUM = 0.95
+"""Least sum of the shares that a user writes. Rounded ones, such as 0.33,0.33,0.33, add up to a little less than 1."""
 SLACK = 1e-6
 """Tolerance for the sum of shares, which are rounded decimals."""
 
@@ -95,6 +97,10 @@ def _parse_model(text: str, part: str) -> LayerSplit:
         raise _error(text, f"shares add up to {sum(shares):g}, more than 1")
     if sum(shares) == 0:
         raise _error(text, "no rank has a share")
+    if sum(shares) < LEAST_SUM:
+        pairs = zip(shares, sizes, strict=True)
+        whole = ",".join(f"{share / sum(shares):.3g}" + f"*{size}" * (size > 1) for share, size in pairs)
+        raise _error(text, f"shares add up to {sum(shares):g}, less than 1: some layers have no rank; for all, {whole}")
     if shares[0] == 0 and sizes[0] > 1:
         raise _error(text, "a head with a share of 0 computes nothing, so it cannot be a group")
     return LayerSplit(shares, sizes if max(sizes) > 1 else ())

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ggpipe.config.layer_split import SLACK, LayerSplit
+from ggpipe.config.layer_split import LEAST_SUM, SLACK, LayerSplit
 from ggpipe.errors import LaunchError, Setting
 
 
@@ -94,7 +94,8 @@ def decimal_split(layout: Layout) -> LayerSplit:
         for shares in filter(lambda shares: all(shares[1:]), _roundings(counts, digits)):
             split = LayerSplit(tuple(share / 10**digits for share in shares), sizes if max(sizes) > 1 else ())
             with contextlib.suppress(LaunchError):
-                if sum(shares) <= 10**digits and lay_out(n_layer, n_ranks, split, layout.head) == layout:
+                adds_up = LEAST_SUM * 10**digits <= sum(shares) <= 10**digits
+                if adds_up and lay_out(n_layer, n_ranks, split, layout.head) == layout:
                     return split
     raise ValueError(f"no shares give ranks {counts} layers")
 

@@ -130,16 +130,17 @@ def check_memory(
     model_file: ModelFile,
     layout: Layout,
     draft_layouts: Sequence[Layout],
+    counts_weights: bool = True,
 ) -> None:
     """Does each machine have the memory that its ranks need? Raises MemoryNeededError.
 
     `hellos`: as for `compare`. `draft_layouts`: of the config's draft models. A draft model counts where this rank has
-    its file as well.
+    its file as well. `counts_weights`: otherwise only what cannot be read from the file again.
     """
     needed_bytes: dict[str, float] = {}
     for rank, memory in needs_by_rank(config, model_file, layout, draft_layouts).items():
         host = hellos[rank].host
-        needed_bytes[host] = needed_bytes.get(host, 0.0) + memory.total
+        needed_bytes[host] = needed_bytes.get(host, 0.0) + memory.total - (0 if counts_weights else memory.weights)
     for host, needed in needed_bytes.items():
         available = min(hello.memory_bytes for hello in hellos if hello.host == host) * USABLE
         if needed > available:

@@ -171,14 +171,16 @@ def _agree(head: Head) -> _Agreed:
     head_layout = handshake.check_heads(hellos, config, model_file, layout, draft_layouts)
     needs = hellos[head_layout.head].head_needs if head_layout is not None else None
     warmup = config.warmup
-    if config.pipeline.check_memory or warmup:
-        try:
-            handshake.check_memory(hellos, config, model_file, layout, draft_layouts)
-        except MemoryNeededError as e:
-            if config.pipeline.check_memory:
-                raise
-            warnings.append(Wording(Setting("warmup"), " is left out, so that memory may run out later: ", e))
-            warmup = False
+    if config.context.n_ctx:  # the user's own choice
+        handshake.check_memory(hellos, config, model_file, layout, draft_layouts, counts_weights=False)
+    try:
+        handshake.check_memory(hellos, config, model_file, layout, draft_layouts)
+    except MemoryNeededError as e:
+        if config.pipeline.check_memory:
+            raise
+        left_out = (Setting("warmup"), " is left out, so that ") if warmup else ()
+        warnings.append(Wording(*left_out, "memory may run out later: ", e))
+        warmup = False
     return _Agreed(
         model_file=model_file,
         hellos=hellos,

@@ -23,6 +23,17 @@ _PLANNED = frozenset({"layer_split", "draft.threads_batch", "restart", "check_me
 _OF_HUB = frozenset({"hf_repo", "hf_file", "hf_token", "offline", "draft.hf_repo"})
 _OF_REASONING = frozenset({"reasoning_budget", "reasoning_budget_message"})
 
+COMMON = frozenset(
+    {
+        "cluster", "model", "hf_repo", "draft.model", "draft.hf_repo", "host", "port", "n_slots", "api_key",
+        "prompt", "file", "system", "single_turn", "n_predict", "n_ctx", "threads", "layer_split", "layouts",
+        "hostfile", "restart", "n_ranks", "users", "mode", "modes", "rounds", "spec_type", "temp", "top_p",
+        "top_k", "seed", "grammar", "json_schema", "acceptance", "recording", "csv", "json", "plots", "input",
+        "output", "format", "doctor_json", "doctor_report", "seconds", "tiny", "verbose",
+    }
+)  # fmt: skip
+"""Names of the options that --help shows; --help-all shows all."""
+
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="generate",

@@ -189,7 +189,7 @@ def test_a_batch_keeps_the_order(engine: Engine) -> None:
         ({"temp": float("nan")}, "`temp` must be a finite number, got nan"),
         ({"layer_split": "half"}, "`layer_split` half: give one share per rank"),
         ({"flash_attn": "no"}, "`flash_attn` must be on, off or auto, got no"),
-        ({"layer_split": "0.5/0.5"}, "needs a draft model: name one with `draft`"),
+        ({"layer_split": "1/1"}, "needs a draft model: name one with `draft`"),
         ({"n_requests": 0}, "`n_requests` must be"),
         ({"draft": 3}, "`draft` must be a path, got 3"),
     ],

@@ -76,7 +76,7 @@ def test_any_words_are_options_or_one_line(words: list[str]) -> None:
         line = str(e)
         assert "\n" not in line or any("\n" in word for word in words)
     except HelpWanted:
-        assert {"-h", "--help"} & {word.partition("=")[0] for word in words}
+        assert {"-h", "--help", "--help-all"} & {word.partition("=")[0] for word in words}
 
 
 def test_files_after_two_dashes() -> None:

@@ -9,8 +9,10 @@ from ggpipe.cli.app import run
     ("arguments", "why"),
     [
         (["genrate", "-m", "x.gguf"], "no such command: genrate; did you mean generate?"),
-        (["help"], "no such command: help; the commands are generate, chat, batch, record, "
-         "simulate, plan, profile, bench, demo, serve"),
+        (["halp"], "no such command: halp; the commands are generate, chat, batch, record, "
+         "simulate, pairs, plan, profile, bench, demo, serve, doctor"),
+        (["-v"], "no such command: -v; write `ggpipe --version` for the version"),
+        (["--verison"], "no such option: --verison; did you mean --version?"),
         (["-m", "x.gguf", "generate"], "-m is before the command: write `ggpipe generate -m ...`"),
         (["-m", "x.gguf"], "the first word must be a command, as in `ggpipe generate -m ...`; the commands are"),
         (["generate", "x.gguf", "-p", "a"], "unexpected argument x.gguf: name the model with -m/--model, as in -m"),

@@ -364,7 +364,7 @@ def test_mtp_layers_are_a_part_of_the_target() -> None:
 
 
 def test_draft_models_with_ranks_come_first() -> None:
-    config = engine_config.engine_config(given("-md a.gguf -md b.gguf -md c.gguf --mpi-layer-split 0.5,0.5//0.5*2"))
+    config = engine_config.engine_config(given("-md a.gguf -md b.gguf -md c.gguf --mpi-layer-split 0.5,0.5//1*2"))
     assert [draft.model.path.name for draft in config.drafts] == ["b.gguf", "a.gguf", "c.gguf"]
     assert [draft.n_ranks for draft in config.drafts] == [2, 0, 0]
     assert (config.n_draft_ranks, config.draft_heads(4)) == (2, (2,))
@@ -377,7 +377,7 @@ def test_draft_models_with_ranks_come_first() -> None:
     [
         ("--mpi-layer-split 0.5,0.5/1", "a split with ranks after the / needs a draft model: .*"),
         (
-            "-md a.gguf --mpi-layer-split 0.5/1/1",
+            "-md a.gguf --mpi-layer-split 1/1/1",
             "`layer_split` has ranks for 2 draft models, but `draft.model` names 1: .*",
         ),
         ("-md a.gguf -md b.gguf --mpi-layer-split auto", "`layer_split` auto plans for one draft model at most: .*"),

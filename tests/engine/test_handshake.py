@@ -69,9 +69,24 @@ def test_memory_is_checked_on_request() -> None:
     assert "GB available: add machines or memory, or lower -c/--ctx-size or -ub/--ubatch-size" in much.stderr
 
 
+def test_a_context_that_cannot_fit_is_refused() -> None:
+    text = ("generate", "-m", TARGET, "-p", "Once", "-n", 4, "-t", 1, "--temp", 0)
+    much = in_process.ggpipe_on_threads(*text, *SPLITS[2], "-c", 2_000_000_000)
+    assert much.returncode == 2
+    assert "GB available: add machines or memory, or lower -c/--ctx-size or -ub/--ubatch-size" in much.stderr
+
+
+def test_a_model_that_does_not_fit_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda: 10**6)
+    with Head(LocalWorld(1).transports[0], replace(CONFIG, context=ContextConfig())) as head:
+        (warning,) = map(str, Session.load(head).warnings)
+    assert warning.startswith("memory may run out later: ")
+
+
 def test_cells_take_their_memory_later_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     def warnings() -> tuple[str, ...]:
-        with Head(LocalWorld(1).transports[0], replace(CONFIG, warmup=True)) as head:
+        config = replace(CONFIG, context=ContextConfig(), warmup=True)
+        with Head(LocalWorld(1).transports[0], config) as head:
             return tuple(map(str, Session.load(head).warnings))
 
     assert not warnings()

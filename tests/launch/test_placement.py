@@ -50,7 +50,7 @@ def test_a_machines_layers_go_to_the_others() -> None:
 
 
 def test_layers_that_the_head_took_are_its_share() -> None:
-    assert layers(placement("0.1,0.4,0.4", "a", "b", "c").without({"c"}), 30) == {"a": 10, "b": 20}
+    assert layers(placement("0.16,0.4,0.4", "a", "b", "c").without({"c"}), 30) == {"a": 10, "b": 20}
 
 
 def test_the_first_machine_is_away() -> None:
