@@ -163,9 +163,9 @@ def _modes(spec: SimulationSpec, options: Options) -> list[Mode]:
     """The modes to simulate. Sweeps, plots and traces show details of the last one."""
     mode = given_mode(options)
     kinds = [draft.drafter for draft in spec.drafts]
-    if "eagle3" in (spec.speculation.drafters or ()) and "eagle3" not in kinds:
-        advice = Wording("name one with ", Setting("draft.model"), ", or use ", Setting("drafters"), " eagle3")
-        raise SettingError("spec_type", "eagle3 needs an EAGLE-3 head", advice)
+    if lacking := [name for name in spec.speculation.drafters or () if name in registry.HEADS and name not in kinds]:
+        advice = Wording("name one with ", Setting("draft.model"), ", or use ", Setting("drafters"), f" {lacking[0]}")
+        raise SettingError("spec_type", f"{lacking[0]} needs {registry.model_of(lacking[0])}", advice)
     if not registry.chosen(spec.speculation.drafters, kinds):
         if mode in ("speculative", "async"):
             check_draft(options, Wording(Setting("mode"), f" {mode}"))
