@@ -21,10 +21,11 @@ class RequestOptions(TypedDict, total=False):
     """async: draft while earlier draft tokens are verified (default with `draft`). speculative: draft, verify, repeat.
     iterative: no draft tokens."""
     spec_type: str
-    """Drafters, separated by commas: draft, eagle3, mtp, ngram, or none. Several drafters share one tree. draft: the
-    draft model. eagle3: the EAGLE-3 head that `draft` names. mtp: the model's own layers for multi-token prediction, on
-    the last rank after the / or else inside the first rank. ngram: repeat what followed the same tokens earlier, in
-    this request or another one; needs no model. Default with `draft`: what its file is, and ngram."""
+    """Drafters, separated by commas: draft, eagle3, dflash, mtp, ngram, or none. Several drafters share one tree.
+    draft: the draft model. eagle3, dflash: the EAGLE-3 or DFlash head that `draft` names. mtp: the model's own layers
+    for multi-token prediction, on the last rank after the / or else inside the first rank. ngram: repeat what followed
+    the same tokens earlier, in this request or another one; needs no model. Default with `draft`: what its file is, and
+    ngram."""
     policy: Literal["best-first", "thresholds"]
     """How draft trees grow in async mode. best-first: most probable paths first, wider if additional rows are cheap.
     thresholds: PipeInfer's policy, selected by any of `p_split`, `p_recovery`, `p_decay` and `n_parallel`. Default:
@@ -225,9 +226,9 @@ class EngineOptions(RequestOptions, total=False):
     """File with the machines to start ranks on, in mpirun's format. Default: the machines of the Slurm job, or this
     one."""
     draft: File | Sequence[File]
-    """GGUF file of a draft model: a smaller model of the same family, or an EAGLE-3 head for the model. It runs on the
-    ranks after the / of `layer_split`, or else inside the first rank. Can be repeated: all of them draft, each on the
-    ranks after its own /."""
+    """GGUF file of a draft model: a smaller model of the same family, or an EAGLE-3 or DFlash head for the model. It
+    runs on the ranks after the / of `layer_split`, or else inside the first rank. Can be repeated: all of them draft,
+    each on the ranks after its own /."""
     threads_draft: int
     """Number of threads for the draft model (-1 = same as `threads`). Default: -1."""
     threads_batch_draft: int

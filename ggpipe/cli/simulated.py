@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ggpipe.cluster import recording
-from ggpipe.cluster.model_shape import ModelShape, head_shape, mtp_shape
+from ggpipe.cluster.model_shape import ModelShape, block_head_shape, head_shape, mtp_shape
 from ggpipe.cluster.recording import Recording
 from ggpipe.config.context import MAX_PREFIXES, ContextConfig
+from ggpipe.core.drafters import registry
 from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
@@ -22,6 +23,7 @@ from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.text import SECOND_CHOICE
 
 _AGREEMENT = 0.7
+_USUAL_HEADS = {"eagle3": head_shape, "dflash": block_head_shape, registry.MTP: mtp_shape}
 
 
 def shapes_of(options: Options) -> tuple[ModelShape | None, tuple[ModelShape, ...]]:
@@ -39,13 +41,12 @@ def drafts_of(
     files = files or ((own,) if own is not None else ())
     if given.drafters is None:
         return tuple(files)
-    drafts, heads = ([shape for shape in files if bool(shape.taps) == is_head] for is_head in (False, True))
+    drafts = [shape for shape in files if not shape.taps]
     found = []
     for drafter in given.drafters:
-        if drafter.kind == "eagle3":
-            found.append(heads[0] if heads else head_shape(target))
-        elif drafter.kind == "mtp":
-            found.append(mtp_shape(target))
+        if drafter.kind in _USUAL_HEADS:
+            named = [shape for shape in files if shape.drafter == drafter.kind]
+            found.append(named[0] if named else _USUAL_HEADS[drafter.kind](target))
         elif drafter.kind == "draft":
             if not drafts:
                 raise SettingError(

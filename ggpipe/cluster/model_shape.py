@@ -10,6 +10,7 @@ FLOAT_BYTES = 4
 ALL_EXPERTS = 1_000_000
 """A number of rows that use every expert."""
 _HEAD_VOCAB = 32000
+_BLOCK_HEAD_LAYERS, _BLOCK_SIZE = 5, 16
 _ROW_BYTES = 58  # default compute buffer per row and value of an embedding; assumes a feed-forward width of 3.5 times
 
 
@@ -56,15 +57,12 @@ class ModelShape:
     max_parts: int = MAX_PARTS
     """Maximum number of parts such that each has attention heads; 1: the model does not support groups."""
     taps: tuple[int, ...] = ()
-    """Of an EAGLE-3 head: the layers of its target whose inputs it reads; of MTP layers, the number of the target's
+    """Of a draft head: the layers of its target whose inputs it reads; of MTP layers, the number of the target's
     layers. Empty: it is neither."""
-    is_mtp: bool = False
-    """These are a target's MTP layers."""
-
-    @property
-    def drafter(self) -> str:
-        """The kind of its drafter, as in `core.drafters.registry`, where it is a draft model."""
-        return "mtp" if self.is_mtp else "eagle3" if self.taps else "draft"
+    drafter: str = "draft"
+    """The kind of its drafter, as in `core.drafters.registry`, where it is a draft model."""
+    horizon: int | None = None
+    """Of a draft head: see `core.drafters.base.HeadNeeds`. None: that of EAGLE-3 heads."""
 
     @property
     def n_layer(self) -> int:
@@ -164,14 +162,29 @@ def head_shape(target: ModelShape) -> ModelShape:
     """An EAGLE-3 head as they are usually trained for a target: a layer like one of its own, without experts that a
     token does not use, an output layer for the 32,000 most frequent tokens, taps near both ends and in the middle."""
     n = target.n_layer
-    layer_bytes = round((target.read_bytes((0, n)) - target.output_bytes) / n)
+    head = _layers_like(target, 1)
     output_bytes = round(target.output_bytes * min(_HEAD_VOCAB / max(target.n_vocab, 1), 1))
+    taps = (min(2, n - 1), n // 2, max(n - 3, 0))
+    return replace(head, name="EAGLE-3", output_bytes=output_bytes, taps=taps, drafter="eagle3")
+
+
+def block_head_shape(target: ModelShape) -> ModelShape:
+    """A DFlash head as they are usually trained for a target: five layers like its own, without experts that a token
+    does not use, the whole output layer, taps at even distances, blocks of 16 tokens."""
+    n = target.n_layer
+    taps = tuple(dict.fromkeys(n * i // _BLOCK_HEAD_LAYERS for i in range(_BLOCK_HEAD_LAYERS)))
+    head = _layers_like(target, _BLOCK_HEAD_LAYERS)
+    return replace(head, name="DFlash", taps=taps, drafter="dflash", horizon=_BLOCK_SIZE - 1)
+
+
+def _layers_like(target: ModelShape, n_layer: int) -> ModelShape:
+    """A model of layers like a target's, without experts that a token does not use."""
+    n = target.n_layer
+    layer_bytes = round((target.read_bytes((0, n)) - target.output_bytes) / n)
     return replace(
         target,
-        name="EAGLE-3",
-        layer_bytes=(layer_bytes,),
-        output_bytes=output_bytes,
-        layer_cell_bytes=(sum(target.layer_cell_bytes) / n,),
+        layer_bytes=(layer_bytes,) * n_layer,
+        layer_cell_bytes=(sum(target.layer_cell_bytes) / n,) * n_layer,
         layer_state_bytes=(),
         layer_expert_bytes=(),
         n_expert=0,
@@ -179,7 +192,6 @@ def head_shape(target: ModelShape) -> ModelShape:
         layer_whole_bytes=(),
         output_whole_bytes=0,
         max_parts=1,
-        taps=(min(2, n - 1), n // 2, max(n - 3, 0)),
     )
 
 
@@ -209,7 +221,7 @@ def mtp_shape(
         output_whole_bytes=0,
         max_parts=1,
         taps=(target.n_layer,),
-        is_mtp=True,
+        drafter="mtp",
     )
 
 

@@ -52,6 +52,8 @@ class LogitsRequest:
     """The log-sum-exp is needed, unless n is 1."""
     also: tuple[int, ...] = ()
     """Further tokens whose logits are sent, after those of the n best; none of them is banned."""
+    n_positions: int = 1
+    """Positions after the row whose logits are wanted, of a head that drafts a block at a time. It does not travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,8 @@ class RowLogits:
     """Of all logits; not a number where it was not wanted."""
     n_also: int = 0
     """How many of the last ones are only here because `LogitsRequest.also` names them."""
+    later: tuple[RowLogits, ...] = ()
+    """The same of the next positions, where `LogitsRequest.n_positions` asks for them. They do not travel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,11 +242,7 @@ class Tree:
         are all nodes below the old root, and the token is computed again."""
         old = self.root
         child = (None if afresh else old.children.pop(token, None)) or Node(token=token, pos=old.pos + 1)
-        dead = list(old.below())
-        for node in dead:
-            node.dead = True
-            node.children.clear()  # no circles are left, which only the garbage collector would free
-            self.n_submitted -= node.submitted
+        dead = self._kill(old.below())
         self.n_submitted -= child.submitted
         self.n_nodes -= len(dead) + (child.parent is old)
         self._waiting = [node for node in self._waiting if not node.dead and node is not child]
@@ -256,6 +252,20 @@ class Tree:
         old.children, child.parent = {}, None
         self.root = child
         return dead
+
+    def _kill(self, nodes: Iterable[Node]) -> list[Node]:
+        dead = list(nodes)
+        for node in dead:
+            node.dead = True
+            node.children.clear()  # no circles are left, which only the garbage collector would free
+            self.n_submitted -= node.submitted
+        return dead
+
+    def drop_waiting(self) -> None:
+        """All draft tokens die. None of them may be in a run."""
+        self._kill(self.root.below())
+        self.root.children = {}
+        self._waiting, self.n_nodes = [], 0
 
     def _keep(self, seqs: set[int], pos: int) -> None:
         """Free all ids but these; with none, the own one stays, up to `pos`."""

@@ -15,6 +15,7 @@ _STYLES: Mapping[str, Style] = {
     "draft model 3": Style(color="red"),
     "eagle3": Style(color="magenta"),
     "mtp": Style(color="magenta"),
+    "dflash": Style(color="bright_magenta"),
     "ngram": Style(color="yellow"),
     SEVERAL: Style(color="bright_cyan"),
 }

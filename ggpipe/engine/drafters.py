@@ -60,16 +60,16 @@ class Drafters:
         own = self._models_kinds
         for name in speculation.drafters or ():
             if own and name in registry.WITH_MODEL and name not in own:
-                what = {"draft": "a draft model", "eagle3": "an EAGLE-3 head", "mtp": "the model's MTP layers"}
+                what, has = registry.model_of(name), registry.model_of(own[0])
                 if registry.MTP in (name, own[0]):
                     raise SettingError(
                         "spec_type",
                         f"{name} is not loaded, but {', '.join(dict.fromkeys(own))} is",
-                        f"name {own[0]}, or load {what[name]} as well",
+                        f"name {own[0]}, or load {what} as well",
                     )
                 raise SettingError(
                     "spec_type",
-                    Wording(f"{name} needs {what[name]}, and ", Setting("draft.model"), f" names {what[own[0]]}"),
+                    Wording(f"{name} needs {what}, and ", Setting("draft.model"), f" names {has}"),
                     f"name {own[0]} there, or another file",
                 )
 

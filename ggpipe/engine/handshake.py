@@ -80,7 +80,7 @@ def check_heads(
     layout: Layout,
     draft_layouts: Sequence[Layout],
 ) -> Layout | None:
-    """Do EAGLE-3 heads, or MTP layers, fit the target? Returns where they are; None where there are none. Raises
+    """Do draft heads, or MTP layers, fit the target? Returns where they are; None where there are none. Raises
     ModelError.
 
     `hellos`: as for `compare`. `draft_layouts`: of the config's draft models.
@@ -96,16 +96,17 @@ def check_heads(
             advice = f" mtp cannot be combined with an EAGLE-3 head ({found[0][0]}): use one of them"
             raise ModelError(Setting("spec_type"), advice)
         names = " and ".join(name for name, *_ in found)
-        raise ModelError(Setting("draft.model"), f" names several EAGLE-3 heads ({names}): give one")
+        raise ModelError(Setting("draft.model"), f" names several draft heads ({names}): give one")
     name, needs, draft_layout = found[0]
     if hellos[draft_layout.head].kind == registry.MTP:
         _check_mtp(hellos[draft_layout.head], hellos[0], model_file, layout, draft_layout)
         return draft_layout
     problem: str | Wording = head_misfit(needs, model_file)
     if not problem and (layout.group_sizes or draft_layout.group_sizes):
-        problem = Wording(
-            "EAGLE-3 heads do not work with groups: give each rank its own share in ", Setting("layer_split")
-        )
+        problem = Wording("heads do not work with groups: give each rank its own share in ", Setting("layer_split"))
+    elif not problem and len(draft_layout.stages) > 1:
+        n = len(draft_layout.stages)
+        problem = Wording(f"heads run on one rank, and it has {n}: give it one share in ", Setting("layer_split"))
     if problem:
         raise ModelError(Wording(Setting("draft.model"), f" {name} does not fit ", Setting("model"), ": "), problem)
     return draft_layout

@@ -12,6 +12,7 @@ import msgspec
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import TARGET
 from ggpipe.core.draft_messages import VocabOutline
+from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.kv.radix_tree import agreeing
 from ggpipe.core.layout import Layout, lay_out
@@ -99,7 +100,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                         f" {draft.model.path.name} cannot roll back its KV state: running without it",
                     )
                 )
-            elif not vocab.rolls_back and kinds[drafter] == "eagle3":
+            elif not vocab.rolls_back and kinds[drafter] in registry.HEADS:
                 agreed.warnings.append(
                     Wording(
                         Setting("draft.model"),
@@ -110,7 +111,12 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 draft_context = progress.context_of(draft_layout)
                 limits = _limits(draft.context, draft_layout, draft_context, n_requests, hello.sparsity)
                 draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
-                loaded_draft = DraftPipeline(limits=limits, vocabularies=vocabularies, restored=draft_restored)
+                loaded_draft = DraftPipeline(
+                    limits=limits,
+                    vocabularies=vocabularies,
+                    restored=draft_restored,
+                    horizon=hello.head_needs.horizon if hello.head_needs is not None else None,
+                )
                 head.channel.send(draft_layout.head, StartDraft(drafter, kinds[drafter], loaded_draft))
                 started[drafter] = draft_layout
         limits = _limits(config.context, layout, context, n_requests, agreed.hellos[HEAD].sparsity)
@@ -148,7 +154,7 @@ class _Agreed:
     warmup: bool
     """See `Stage`."""
     inputs: tuple[int, ...]
-    """Layers of the target whose inputs an EAGLE-3 head or its MTP layers read."""
+    """Layers of the target whose inputs a draft head or its MTP layers read."""
     inputs_to: int
     """The rank of that head."""
     warnings: list[Wording]

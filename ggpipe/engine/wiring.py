@@ -10,8 +10,8 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
 from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.layout import part_shares
-from ggpipe.llama import eagle3, machine, mtp
-from ggpipe.llama.eagle3 import HeadStage, TargetStates
+from ggpipe.llama import draft_heads, machine, mtp
+from ggpipe.llama.eagle3 import TargetStates
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import OnProgress
@@ -121,7 +121,7 @@ def stage_loader(
 
 def needs_of(config: EngineConfig, model: int, model_file: ModelFile) -> HeadNeeds | None:
     """What the model of this id reads of the target. None where it reads nothing: it is no draft head."""
-    return mtp.needs_of(model_file) if config.is_mtp(model) else eagle3.needs_of(model_file)
+    return mtp.needs_of(model_file) if config.is_mtp(model) else draft_heads.needs_of(model_file)
 
 
 def head_loader(
@@ -132,9 +132,9 @@ def head_loader(
     target_states: TargetStates,
     warmup: bool = False,
 ) -> Callable[[OnProgress], Stage]:
-    """As `stage_loader`, for an EAGLE-3 head or MTP layers, which read `target_states`."""
+    """As `stage_loader`, for a draft head or MTP layers, which read `target_states`."""
     part = config.part_of(model)
-    stage = mtp.MtpStage if config.is_mtp(model) else HeadStage
+    stage = mtp.MtpStage if config.is_mtp(model) else draft_heads.STAGES[model_file.architecture]
 
     def load(progress: OnProgress) -> Stage:
         if transport.ranks_on_host > config.n_draft_ranks:

@@ -72,7 +72,7 @@ class Worker:
         self._prompt_cache: PromptCache | None = None
         self._prefix_files: PrefixFiles | None = None
         self._target_states: TargetStates | None = None
-        """What an EAGLE-3 head or MTP layers read, on their rank."""
+        """What a draft head or MTP layers read, on their rank."""
 
     def serve(self) -> int:
         """Returns the exit code that the head gave."""

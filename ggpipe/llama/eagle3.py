@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.drafters.base import HeadNeeds
-from ggpipe.core.messages import Row, Run, StateRef
+from ggpipe.core.drafters.eagle import HORIZON
+from ggpipe.core.messages import Row, RowLogits, Run, StateRef
 from ggpipe.errors import ModelError, RunError, Setting
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.layer_inputs import ARCHITECTURES, LastStates
@@ -50,6 +51,7 @@ def needs_of(model_file: ModelFile) -> HeadNeeds | None:
         width=width,
         has_embeddings="token_embd.weight" in tensors,
         has_output="output.weight" in tensors,
+        horizon=HORIZON,
     )
 
 
@@ -158,14 +160,20 @@ class HeadStage(Stage):
         if run.cancelled or not run.rows:
             return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
         run_id = run.id if self._may_abort(run) else 0
-        status, compute_s = self._compute(run.rows, self._states_of(run.rows), run_id)
+        status, compute_s, found = self._answer(run, run_id)
         if status == 2:
             self._forget(run)
-            return Outcome(bytearray(headroom), (), compute_s, True)
+        return Outcome(bytearray(headroom), found, compute_s, status == 2)
+
+    def _answer(self, run: Run, run_id: int) -> tuple[int, float, tuple[RowLogits, ...]]:
+        """Compute the rows of a run: libllama's status, seconds, and what they asked for."""
+        status, compute_s = self._compute(run.rows, self._states_of(run.rows), run_id)
+        if status == 2:
+            return status, compute_s, ()
         self._own_states[run.id] = self._computed_states(len(run.rows))
         if len(self._own_states) > _KEPT_RUNS:
             self._own_states.popitem(last=False)
-        return Outcome(bytearray(headroom), self._extract(run), compute_s, False)
+        return status, compute_s, self._extract(run)
 
     def _states_of(self, rows: Sequence[Row]) -> States:
         """(rows, width): the states that rows read, those of the target encoded."""
@@ -203,16 +211,24 @@ class HeadStage(Stage):
         gives_logits = any(row.logits_request >= 0 for row in rows)
         self._batch.flag_all(gives_logits)  # the head's graph has no choice of rows
         self._native.want_hidden(0 if gives_logits else self._n_embd, skips_logits=not gives_logits)
-        status, compute_s = self._call(lib.llama_decode, states, run_id, has_tokens=True)
+        return self._decode_rows(states, run_id, has_tokens=True)
+
+    def _decode_rows(self, states: States | None, run_id: int, has_tokens: bool) -> tuple[int, float]:
+        """Status and seconds of decoding the batch's rows. Raises RunError if libllama refuses them."""
+        status, compute_s = self._call(lib.llama_decode, states, run_id, has_tokens)
         if status == 1:
-            raise RunError(f"no free KV cells for {len(rows)} tokens of the draft head; raise ", Setting("n_ctx"))
+            n = self._batch.struct.n_tokens
+            raise RunError(f"no free KV cells for {n} tokens of the draft head; raise ", Setting("n_ctx"))
         if status not in (0, 2):
             raise RunError(f"libllama cannot decode with this draft head (status {status}): {last_error()}")
         return status, compute_s
 
-    def _call(self, function: Any, states: States, run_id: int, has_tokens: bool) -> tuple[int, float]:
-        self._batch.read_states(states, has_tokens)
-        self._native.n_threads = self._threads[len(states) > 1]
+    def _call(self, function: Any, states: States | None, run_id: int, has_tokens: bool) -> tuple[int, float]:
+        if states is None:
+            self._batch.read_tokens()
+        else:
+            self._batch.read_states(states, has_tokens)
+        self._native.n_threads = self._threads[self._batch.struct.n_tokens > 1]
         self._native.begin_run(run_id, None, 0)
         start_s = time.perf_counter()
         status = int(function(self._context, self._batch.struct))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ggpipe.config.model import ModelConfig
+from ggpipe.core.drafters.registry import HEADS
 from ggpipe.errors import ModelError, RunError, Setting, SettingError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
@@ -100,7 +101,7 @@ def load_layers(
     Raises ModelError when libllama cannot load the model, or it does not generate text token by token, RunError when
     `progress` stopped it, SettingError when memory cannot be locked.
     """
-    if not ModelHeader(file).is_causal:
+    if not is_head and not ModelHeader(file).is_causal:
         raise ModelError(
             f"{file.paths[0]}: this '{file.architecture}' model attends to later tokens as well, so it cannot "
             "generate text, and its embeddings are not supported; use a model with causal attention"
@@ -144,9 +145,9 @@ def load_layers(
             raise RunError("loading was stopped")
         raise ModelError(f"cannot load {file.paths[0]}: {last_error()}")
     try:
-        if file.architecture == "eagle3" and not is_head:
+        if file.architecture in HEADS and not is_head:
             raise ModelError(
-                f"{file.paths[0]} is an EAGLE-3 head, which only drafts for its target: name it with ",
+                f"{file.paths[0]} is {HEADS[file.architecture]}, which only drafts for its target: name it with ",
                 Setting("draft.model"),
                 ", and give shares with ",
                 Setting("layer_split"),

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import ModelFacts
+from ggpipe.core.drafters import registry
 from ggpipe.llama.context_ids import most_taken_back
-from ggpipe.llama.eagle3 import needs_of
+from ggpipe.llama.draft_heads import needs_of
 from ggpipe.llama.gguf import ModelFile, TensorInfo
 from ggpipe.llama.group import divided_weights, most_parts, splits_attention, splits_by_heads, splits_hybrid
 from ggpipe.llama.model_header import ModelHeader, n_bytes, n_numbers
@@ -28,7 +29,7 @@ def shape_of(
 
     `n_prefixes`: kept prefixes, at most; recurrent and hybrid models keep fewer. `n_states`: as in `ContextConfig`.
     """
-    header = ModelHeader(model_file)
+    header, needs = ModelHeader(model_file), needs_of(model_file)
     layers = range(header.n_layer)
     n_all = n_seq + min(n_prefixes, header.most_states) + min(n_states, most_taken_back(model_file))
     state_bytes = tuple(n_all * header.state_bytes(layer) for layer in layers)
@@ -64,7 +65,9 @@ def shape_of(
         divides_attention=splits_attention(model_file) or splits_by_heads(model_file),
         divides_cells=splits_attention(model_file) or splits_hybrid(model_file),
         max_parts=most_parts(model_file),
-        taps=needs.layers if (needs := needs_of(model_file)) is not None else (),
+        taps=needs.layers if needs is not None else (),
+        drafter=registry.kind_of(model_file.architecture),
+        horizon=needs.horizon if needs is not None else None,
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from ggpipe.cluster.model_shape import ModelShape, mtp_shape
 from ggpipe.core.drafters.base import HeadNeeds
+from ggpipe.core.drafters.eagle import HORIZON
 from ggpipe.core.messages import Row
 from ggpipe.errors import ModelError, Setting, Wording
 from ggpipe.llama.eagle3 import HeadStage, States
@@ -41,6 +42,7 @@ def needs_of(model_file: ModelFile) -> HeadNeeds:
         width=ModelHeader(model_file).width,
         has_embeddings=True,
         has_output=True,
+        horizon=HORIZON,
     )
 
 

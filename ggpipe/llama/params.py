@@ -158,6 +158,10 @@ class LlamaBatch:
         self.struct.embd = self._states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         self.struct.token = self._tokens if has_tokens else None
 
+    def read_tokens(self) -> None:
+        """Rows read their tokens only, as they do until `read_states`."""
+        self.struct.embd, self.struct.token = None, self._tokens
+
 
 def whole_row(row: int, logits: NDArray[np.float32], logits_request: LogitsRequest) -> RowLogits:
     """What a request of the kind FULL brings: all but what is banned."""

@@ -68,7 +68,7 @@ def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
     if names is not None:
         with_model = [name for name in names if name in registry.WITH_MODEL and name != registry.MTP]
         if with_model:
-            what = "an EAGLE-3 head" if with_model == ["eagle3"] else "a draft model"
+            what = registry.model_of(with_model[0] if len(with_model) == 1 else "draft")
             check_draft(options, Wording(Setting("spec_type"), f" {with_model[0]}"), what)
         elif n_models and names:
             raise SettingError(

@@ -55,8 +55,11 @@ def simulated_drafters(text: str) -> tuple[SimulatedDrafter, ...]:
             raise ValueError(f"{word.strip()}: a share is a number between 0 and 1")
         found.append(SimulatedDrafter(kind, number))
     kinds = [drafter.kind for drafter in found]
-    if twice := [kind for kind in ("eagle3", registry.MTP, "ngram") if kinds.count(kind) > 1]:
-        raise ValueError(f"there is one {twice[0]} drafter at most")
+    if kinds.count("ngram") > 1:
+        raise ValueError("there is one ngram drafter at most")
+    heads = (*registry.HEADS, registry.MTP)
+    if sum(kind in heads for kind in kinds) > 1:
+        raise ValueError(f"there is one drafter at most of {', '.join(heads)}")
     return tuple(found)
 
 

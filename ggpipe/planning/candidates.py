@@ -11,6 +11,7 @@ from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank, process_memory
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.speculation import Mode
+from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.eagle import HORIZON
 from ggpipe.core.layout import Layout, part_shares
 from ggpipe.errors import Setting, SettingError, UsageError
@@ -128,14 +129,14 @@ class CandidateSearch:
         return found
 
     def _fed(self, possible: Sequence[Arrangement]) -> list[Arrangement]:
-        """Those that the draft model can feed. An EAGLE-3 head does not work with groups, and one stage more than its
+        """Those that the draft model can feed. A draft head does not work with groups, and one stage more than its
         horizon has tokens would wait for the others.
 
         Raises SettingError where the user wants it for more ranks.
         """
         if self._draft is None or not self._draft.taps:
             return list(possible)
-        most = HORIZON + 1
+        most = (self._draft.horizon or HORIZON) + 1
         fed = [
             own.shortened(most) if own.drafts and len(own.target) > most and not self._constraints.n_ranks else own
             for own in possible
@@ -143,7 +144,8 @@ class CandidateSearch:
         ]
         fed = [own for own in fed if not own.drafts or len(own.target) <= most]
         if not fed:
-            raise SettingError("n_ranks", f"{self._constraints.n_ranks}: an EAGLE-3 head feeds {most} stages at most")
+            what = registry.model_of(self._draft.drafter)
+            raise SettingError("n_ranks", f"{self._constraints.n_ranks}: {what} feeds {most} stages at most")
         return list(dict.fromkeys(fed))
 
     def estimate(self, candidate: Candidate) -> Estimate | None:

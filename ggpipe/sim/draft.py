@@ -49,7 +49,7 @@ class VirtualDraft:
         self._arrived = arrived
         self.rank = model.layout.head
         self._process = processes[self.rank]
-        self._drafter = registry.WITH_MODEL[model.drafter](drafter, DraftPipeline(limits=limits))
+        self._drafter = registry.WITH_MODEL[model.drafter](drafter, DraftPipeline(limits=limits, horizon=model.horizon))
         self._paths = _Paths(tokens, drafter, skips_first=bool(model.taps) and model.drafter != registry.MTP)
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, model, self.rank, self._result_arrived
@@ -70,7 +70,7 @@ class VirtualDraft:
         return 1
 
     def states_arrived(self, run: Run) -> None:
-        """All states of a run of the target came that an EAGLE-3 head reads, or MTP layers."""
+        """All states of a run of the target came that a draft head reads, or MTP layers."""
         event = StatesArrived(run.id, tuple((row.request, row.pos) for row in run.rows))
         self._process.receive(HEAD, lambda: self._handle(event))
 
@@ -115,7 +115,7 @@ class _Paths:
 
     def __init__(self, tokens: Mapping[int, SimulatedTokens], drafter: int, skips_first: bool) -> None:
         """`tokens`: of each request. `drafter`: whose candidates they are, by its id. `skips_first`: its texts begin
-        with their second token, as those of an EAGLE-3 head."""
+        with their second token, as those of a draft head."""
         self._tokens = tokens
         self._drafter = drafter
         self._skips_first = skips_first
@@ -129,7 +129,11 @@ class _Paths:
             self._apply(op)
         for row in run.rows:
             self._follow(row)
-        return tuple(self._answer(i, row) for i, row in enumerate(run.rows) if row.logits_request >= 0)
+        return tuple(
+            self._answer(i, row, run.logits_requests[row.logits_request].n_positions)
+            for i, row in enumerate(run.rows)
+            if row.logits_request >= 0
+        )
 
     def _apply(self, op: KvOp) -> None:
         at = self._left.get(op.seq)
@@ -149,11 +153,12 @@ class _Paths:
             for seq in row.seqs:
                 self._left[seq] = min(self._left.get(seq, row.pos), row.pos)
 
-    def _answer(self, i: int, row: Row) -> RowLogits:
+    def _answer(self, i: int, row: Row, n_positions: int) -> RowLogits:
         left = self._left
         lost = bool(left) and all(left.get(seq, row.pos + 1) <= row.pos for seq in row.seqs)
-        ids, logits = self._said(row.request, row.pos + self._shift(row) + 1, lost)
-        return RowLogits(i, ids, logits, 0.0)
+        after = row.pos + self._shift(row) + 1
+        first, *later = [self._said(row.request, after + ahead, lost) for ahead in range(n_positions)]
+        return RowLogits(i, *first, 0.0, later=tuple(RowLogits(i, *one, 0.0) for one in later))
 
     def _shift(self, row: Row) -> int:
         """Tokens of the request before the drafter's own first one, see `core.drafters.eagle`."""

@@ -17,7 +17,7 @@ _ANSWER_BYTES = 48
 
 
 class _Taps:
-    """States of the target on their way to an EAGLE-3 head."""
+    """States of the target on their way to a draft head."""
 
     def __init__(self, row_bytes: Mapping[int, int], reader: int, arrived: Callable[[Run], None]) -> None:
         """`row_bytes`: by the rank that sends them, of all layers that it taps."""

@@ -94,7 +94,7 @@ class SimulationSpec:
     placement: VirtualPlacement
     target: ModelShape
     drafts: tuple[ModelShape, ...]
-    """The draft models, EAGLE-3 heads among them."""
+    """The draft models, draft heads among them."""
     speculation: SpeculationConfig
     tokens: SyntheticText | Recording
     n_predict: int

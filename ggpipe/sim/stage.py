@@ -120,10 +120,13 @@ class StagePart:
         self._turns = cluster.nodes[node].turns if cluster.node_of.count(node) > 1 else 1.0
         self._cold_s = cluster.overheads.cold_s
 
-    def work_s(self, rows: Sequence[Row], changed: bool, rested: bool) -> float:
+    def work_s(self, job: _Job, changed: bool, rested: bool) -> float:
         """Seconds of a decode. `changed`: the run before had another number of rows; `rested`: the stage rests."""
-        cost, past = self.spec.cost, _past(rows)
-        work_s = cost.seconds(len(rows), *past)
+        cost, past = self.spec.cost, _past(job.rows)
+        n_ahead = max([logits_request.n_positions for logits_request in job.run.logits_requests], default=1)
+        work_s = cost.seconds(len(job.rows), *past)
+        if n_ahead > 1:  # a block, which is decoded on its own
+            work_s += cost.seconds(n_ahead + 1, *past)
         if changed:
             work_s += self.spec.change_s
         if rested:
@@ -212,7 +215,7 @@ class VirtualStage:
             before_s = self._overheads.marker_s if bare else self._overheads.run_s
             if not bare:
                 job.decode_s = self._clock.now + before_s
-                before_s += max(part.work_s(job.rows, changed, rested) for part in self._alone)
+                before_s += max(part.work_s(job, changed, rested) for part in self._alone)
             self._start(job, self._alone[0], before_s)
         for part in self._shared:
             part.process.computes(1)
@@ -240,7 +243,7 @@ class VirtualStage:
             self._skip(job)
         else:
             job.decode_s = min(job.decode_s, self._clock.now)
-            self._start(job, part, part.work_s(job.rows, changed, rested))
+            self._start(job, part, part.work_s(job, changed, rested))
 
     def _start(self, job: _Job, part: StagePart, work_s: float) -> None:
         task = job.tasks[part] = CpuTask(

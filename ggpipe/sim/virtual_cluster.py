@@ -70,8 +70,10 @@ class PipelineSpec:
     drafter: str = "draft"
     """Of a draft model: the kind of its drafter, as in `registry`."""
     taps: tuple[int, ...] = ()
-    """Of an EAGLE-3 head, or of MTP layers: the target's layers whose inputs they read, each `tap_bytes` a row."""
+    """Of a draft head, or of MTP layers: the target's layers whose inputs they read, each `tap_bytes` a row."""
     tap_bytes: int = 0
+    horizon: int | None = None
+    """See `ModelShape`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +224,7 @@ def build(
             drafter=shape.drafter,
             taps=shape.taps,
             tap_bytes=target.border_bytes,
+            horizon=shape.horizon,
         )
 
     target_pipeline, draft_pipelines = pipeline(target, layout, False), []

@@ -73,7 +73,7 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     kind: str
     """The kind of the model's drafter if it is not the target, as in `core.drafters.registry`."""
     head_needs: HeadNeeds | None = None
-    """Requirements of an EAGLE-3 head or MTP layers; None: the model is neither."""
+    """Requirements of a draft head or MTP layers; None: the model is neither."""
 
 
 class LoadLayers(ControlMessage, frozen=True):

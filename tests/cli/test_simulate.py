@@ -177,6 +177,7 @@ def test_several_drafters(simulate, refuse) -> None:  # type: ignore[no-untyped-
         ("--drafters", "draft", "--overlap", 2): "must be a share between 0 and 1, got 2",
         ("--drafters", "draft,draft", "--recording", BUNDLED): "has the candidates of one draft model",
         ("--drafters", "draft:0.5", "--recording", BUNDLED): "those of a recording are fixed",
+        ("--drafters", "eagle3,dflash"): "there is one drafter at most of eagle3, dflash",
     }.items():
         assert line in refuse(name, *words)
 

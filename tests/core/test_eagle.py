@@ -2,185 +2,14 @@
 
 from __future__ import annotations
 
-import collections
-import math
-import random
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_drafts import FakeDraftModel
-from support.fakes import FakeModel, FakePipeline, Tokens
+from support.driven_head import HORIZON, MODES, begun, check_any_order, play_out
 
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, MicroBatch
-from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ForgetStates, StatesArrived, ToHead
 from ggpipe.core.drafters.eagle import EagleHead
 from ggpipe.core.drafters.mtp import MtpLayers
-from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun, Tick
-from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run, StateRef
-from ggpipe.core.request import Limits
-
-MODES = (
-    SpeculationConfig(),
-    SpeculationConfig(policy="thresholds", n_draft=3),
-    SpeculationConfig(mode="speculative", n_draft=3),
-    SpeculationConfig(policy="thresholds", n_parallel=2, p_split=0.01),
-)
-
-
-class Target:
-    """The target and the head of its pipeline, as the drafter sees them: runs, states that arrive, accepted tokens."""
-
-    def __init__(self) -> None:
-        self.text: dict[int, Tokens] = {}
-        """Of each request, as far as it is accepted."""
-        self.n_prompt: dict[int, int] = {}
-        self.rows: dict[tuple[int, int], tuple[int, int]] = {}
-        """(request, position) -> run and row."""
-        self.states: collections.deque[StatesArrived] = collections.deque()
-        self.messages: collections.deque[DrafterMessage] = collections.deque()
-        self.next_run = 1
-
-    def begin(
-        self, request: int, prompt: Tokens, n_cached: int, speculation: SpeculationConfig, look_ahead: int
-    ) -> None:
-        self.text[request], self.n_prompt[request] = prompt, len(prompt)
-        begin = BeginDrafting(
-            request=request, prompt=prompt, n_left=40, look_ahead=look_ahead, ends=frozenset(), banned=(),
-            speculation=speculation,
-        )  # fmt: skip
-        self.messages.append(begin)
-        for at in range(n_cached, len(prompt), 3):
-            self.run(request, range(at, min(at + 3, len(prompt))))
-
-    def run(self, request: int, positions: range) -> None:
-        """A run of these positions of a text, with a rejected row before them."""
-        rows = [(request, positions[0] + 50), *((request, position) for position in positions)]
-        self.rows |= {row: (self.next_run, i) for i, row in enumerate(rows)}
-        self.states.append(StatesArrived(self.next_run, tuple(rows)))
-        self.next_run += 1
-
-    def accept(self, request: int, tokens: Tokens, look_ahead: int) -> None:
-        """The target adds tokens to the text. All but the last one were in flight; that one goes in now."""
-        first = len(self.text[request])
-        if len(tokens) > 1:
-            self.run(request, range(first, first + len(tokens) - 1))
-        sampled_from = tuple(self.rows[request, first + i - 1] for i in range(len(tokens)))
-        self.text[request] += tokens
-        epoch = len(self.text[request]) - self.n_prompt[request]
-        self.messages.append(Accepted(request, epoch, tokens, look_ahead, sampled_from))
-        self.run(request, range(len(self.text[request]) - 1, len(self.text[request])))
-
-
-class Driven:
-    """The drafter over a fake pipeline."""
-
-    def __init__(self, target: Target, model: FakeDraftModel, head: type[EagleHead] = EagleHead) -> None:
-        limits = Limits(n_ctx=200, n_batch=6, n_ubatch=6, n_in_flight=2, n_seq=24, n_requests=2, n_prefixes=2)
-        self.drafter = head(3, DraftPipeline(limits=limits))
-        self.target, self.model = target, model
-        self.pipeline = FakePipeline(1, 200, 24, 6, self._answer)
-        self.known: dict[int, Tokens] = {}
-        """Of each request, its text as the drafter was told."""
-        self.arrived: set[int] = set()
-        self.forgotten = 0
-        self.newest = 0
-        self.numbers: dict[tuple[int, int], Tokens] = {}
-        self.sent: list[MicroBatch] = []
-        self.now = 0.0
-
-    def _answer(self, i: int, row: Row, want: LogitsRequest, history: Tokens) -> RowLogits:
-        best = self.model.candidates(history[-1:], want.n)
-        return RowLogits(i, tuple(token for token, _ in best), tuple(math.log(prob) for _, prob in best), 0.0)
-
-    def moves(self) -> list[tuple[str, Callable[[], None]]]:
-        moves = self.pipeline.moves("head", lambda: self.handle(RunEnded(self.pipeline.take_result())))
-        if self.target.messages:
-            moves.append(("message", self.hear))
-        if self.target.states:
-            moves.append(("states", self.arrive))
-        if self.drafter.wake_at is not None:
-            moves.append(("tick", self.tick))
-        return moves
-
-    def hear(self) -> None:
-        message = self.target.messages.popleft()
-        match message:
-            case BeginDrafting(request=request, prompt=prompt):
-                self.known[request] = prompt
-            case Accepted(request, tokens=tokens):
-                self.known[request] += tokens
-            case EndDrafting(request):
-                del self.known[request]
-        self.handle(message)
-
-    def arrive(self) -> None:
-        event = self.target.states.popleft()
-        self.arrived.add(event.run)
-        self.newest = event.run
-        self.handle(event)
-
-    def tick(self) -> None:
-        self.now = max(self.now, self.drafter.wake_at or 0.0)
-        self.handle(Tick())
-
-    def handle(self, event: DraftEvent) -> None:
-        self.now += 0.001
-        for action in self.drafter.handle(event, self.now):
-            match action:
-                case SubmitRun(run):
-                    self._submitted(run)
-                case CancelRuns():
-                    self.pipeline.cancel(action)
-                case ForgetStates(before):
-                    assert before > self.forgotten
-                    read = [row.state for run in self.pipeline.in_flight.values() for row in run.rows]
-                    assert all(state.run >= before for state in read if state and state.is_target), "still to be read"
-                    self.forgotten = before
-                case ToHead(batch):
-                    self._sent(batch)
-        self.drafter.validate()
-
-    def _submitted(self, run: Run) -> None:
-        self.pipeline.run_of.clear()  # what was drafted is computed again when it is accepted
-        self.pipeline.submit(run)
-        for row, (request, history) in zip(run.rows, self.pipeline.rows_of[run.id], strict=True):
-            text = self.known[request]
-            shift = int(self.target.n_prompt[request] > 1 and not isinstance(self.drafter, MtpLayers))
-            if row.pos < len(text) - shift:
-                assert history == text[shift : shift + row.pos + 1]
-                self._reads_the_targets(row, request, row.pos + shift - 1)
-            else:
-                assert history[: len(text) - shift] == text[shift:], "a token that is known to be rejected"
-                assert row.state is not None
-                assert not row.state.is_target
-                assert self.pipeline.rows_of[row.state.run][row.state.row] == (request, history[:-1])
-            assert row.pos - (len(text) - 1 - shift) <= 8, "beyond its horizon"
-
-    def _reads_the_targets(self, row: Row, request: int, position: int) -> None:
-        place = self.target.rows.get((request, position))
-        if place is None:  # cached, or in front of the text
-            assert row.state is None
-            return
-        assert row.state == StateRef(*place, is_target=True)
-        assert place[0] in self.arrived, "its states are not there"
-        assert place[0] >= self.forgotten, "its states are forgotten"
-
-    def _sent(self, batch: MicroBatch) -> None:
-        assert batch.drafter == 3
-        assert batch.expansions or batch.complete
-        self.sent.append(batch)
-        prompt = self.target.n_prompt[batch.request]
-        text = self.known[batch.request]
-        assert batch.epoch == len(text) - prompt
-        for expansion in batch.expansions:
-            path = text if expansion.parent == ROOT else self.numbers[batch.request, expansion.parent]
-            assert path[: len(text)] == text
-            for i, (token, _) in enumerate(expansion.candidates[: expansion.n]):
-                assert (*path, token) not in [p for (r, _), p in self.numbers.items() if r == batch.request], "twice"
-                self.numbers[batch.request, expansion.first + i] = (*path, token)
 
 
 @pytest.mark.parametrize("head", [EagleHead, MtpLayers])
@@ -188,58 +17,13 @@ class Driven:
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**9), agreement=st.sampled_from([0.0, 0.6, 1.0]))
 def test_any_order(head: type[EagleHead], speculation: SpeculationConfig, seed: int, agreement: float) -> None:
-    chances = random.Random(seed)
-    target = Target()
-    driven = Driven(target, FakeDraftModel(FakeModel(9, seed), agreement), head)
-
-    def play(n: int) -> None:
-        for _ in range(n):
-            if not (moves := driven.moves()):
-                return
-            chances.choice(moves)[1]()
-
-    prompts = {request: tuple(chances.choices(range(1, 9), k=chances.randint(1, 9))) for request in (1, 2)}
-    for request, prompt in prompts.items():
-        n_cached = chances.randrange(len(prompt))
-        target.begin(request, prompt, n_cached, speculation, chances.choice([0, 3, 20]))
-        while target.messages:  # it knows of a request before the target computes anything for it
-            driven.hear()
-        play(chances.randrange(20))
-    for _ in range(10):
-        request = chances.choice([1, 2])
-        text = target.text[request]
-        tokens: list[int] = []
-        for _ in range(chances.randint(1, 3)):
-            tokens.append(driven.model.candidates((*text, *tokens)[-1:], 1)[0][0])
-        target.accept(request, tuple(tokens), chances.choice([3, 20]))
-        play(chances.randrange(30))
-    play(10_000)
-    assert not driven.moves(), "it comes to an end"
-    for request in (1, 2):
-        epoch = len(target.text[request]) - target.n_prompt[request]
-        ends = [batch.complete for batch in driven.sent if (batch.request, batch.epoch) == (request, epoch)]
-        assert any(ends), "the root of the pipeline may wait for that"
-        target.messages.append(EndDrafting(request))
-        play(10_000)
-    assert driven.forgotten == driven.newest + 1, "all states are forgotten"
-    driven.pipeline.check_empty(driven.drafter._prefixes.kept)
-
-
-def begun(*prompt: int, look_ahead: int = 20) -> Driven:
-    driven = Driven(Target(), FakeDraftModel(FakeModel(9, 1), 1.0))
-    driven.target.begin(1, prompt, 0, SpeculationConfig(policy="thresholds"), look_ahead)
-    return driven
-
-
-def play_out(driven: Driven) -> None:
-    while moves := driven.moves():
-        moves[0][1]()
+    check_any_order(head, speculation, seed, agreement)
 
 
 def test_it_drafts_no_further_than_its_horizon() -> None:
     driven = begun(1, 2, 3, 4)
     play_out(driven)
-    assert max(map(len, driven.numbers.values())) == 4 + 8
+    assert max(map(len, driven.numbers.values())) == 4 + HORIZON
     assert driven.sent[-1].complete, "nothing more comes before the next token"
 
 

@@ -298,7 +298,7 @@ def test_names_of_drafters() -> None:
         assert registry.read_names(name) == ("ngram",), "llama.cpp's"
     assert registry.read_names("none") == ()
     for text in ("", "ngram,", "none,draft", "eagle"):
-        with pytest.raises(ValueError, match="draft, eagle3, mtp, ngram, separated by commas, or none"):
+        with pytest.raises(ValueError, match="draft, eagle3, dflash, mtp, ngram, separated by commas, or none"):
             registry.read_names(text)
 
 

@@ -8,8 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from support import in_process
+from support import dflash, in_process
 from support.commands import TARGET, Endless, ggpipe, mpirun
+from support.tale import GREEDY, plain, prompt
 from support.zoo import make
 
 from ggpipe.llama.bundled import BUNDLED_HEAD
@@ -135,3 +136,14 @@ def test_an_eagle3_head(split: str, tmp_path: Path) -> None:
     (drafter,) = json.loads(out.read_text())["drafters"]
     assert drafter["drafter"] == "eagle3"
     assert drafter["right_tokens"] > 0.4 * drafter["judged_tokens"]
+
+
+def test_a_dflash_head(tmp_path: Path) -> None:
+    head = dflash.write(tmp_path / "head.gguf", TARGET, follows=[*prompt(), *plain(GREEDY, prompt())])
+    exact = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 30, "-c", 512, "-t", 1, "--exact", "--temp", 0)
+    out, own = tmp_path / "all.json", ("-md", head, "--spec-type", "draft-dflash", "--mode", "speculative")
+    result = ggpipe(*exact, *own, "--mpi-layer-split", "0.5,0.5/1.0", "--json", out)
+    assert (result.returncode, result.stdout) == (0, in_process.output(*exact)), result.stderr
+    (drafter,) = json.loads(out.read_text())["drafters"]
+    assert drafter["drafter"] == "dflash"
+    assert drafter["judged_tokens"] > 0

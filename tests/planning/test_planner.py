@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.planning import DRAFT, GB, SMALL, TARGET, check, cluster, fastest, layers_of, node, request
 
 from ggpipe.cluster.links import Link
-from ggpipe.cluster.model_shape import head_shape
+from ggpipe.cluster.model_shape import block_head_shape, head_shape
 from ggpipe.cluster.recording import BUNDLED, read
 from ggpipe.cluster.spec import NodeSpec
 from ggpipe.config.speculation import Mode, SpeculationConfig
@@ -65,6 +65,9 @@ def test_no_more_stages_than_a_heads_horizon_feeds(mode: Mode) -> None:
     assert len(layers_of(more)) > HORIZON + 1, "a draft model feeds all of them"
     with pytest.raises(UsageError, match="`n_ranks` 13: an EAGLE-3 head feeds 9 stages at most"):
         make_plan(spec, target, head_shape(target), replace(request(0.05, n_ranks=13), mode=mode))
+    short = replace(block_head_shape(target), horizon=3)
+    with pytest.raises(UsageError, match="`n_ranks` 13: a DFlash head feeds 4 stages at most"):
+        make_plan(spec, target, short, replace(request(0.05, n_ranks=13), mode=mode))
 
 
 def test_faster_machines_get_more_layers() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.virtual import ASYNC
 
-from ggpipe.cluster.model_shape import ModelShape, head_shape
+from ggpipe.cluster.model_shape import ModelShape, block_head_shape, head_shape
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.core.drafters.eagle import HORIZON
@@ -140,12 +140,22 @@ def test_a_head_drafts_up_to_its_horizon() -> None:
 def test_mtp_layers_read_one_state() -> None:
     """They draft as an EAGLE-3 head of the same size, whose text begins one token later."""
     _, head = shapes()
-    layers = replace(head, taps=(head.n_layer,), is_mtp=True)
+    layers = replace(head, taps=(head.n_layer,), drafter="mtp")
     tokens = SyntheticText(agreement=0.95)
     (stats,), (other,) = (setup((drafter,), tokens).run("async") for drafter in (layers, head))
     assert max(stats.counters.by_lead) == HORIZON
     assert {rank.drafter for rank in stats.ranks if rank.draft} == {"mtp"}
     assert speed(stats) > 0.95 * speed(other)
+def test_a_block_reaches_further() -> None:
+    """The DFlash head's draft tokens are known as far ahead as its blocks are long; they come later than others."""
+    cluster = read_cluster(Path("nodes8-100g"))
+    assert cluster.target is not None
+    head = block_head_shape(cluster.target)
+    (stats,) = setup((head,), SyntheticText(agreement=0.95)).run("async")
+    assert HORIZON < max(stats.counters.by_lead) <= 15 == head.horizon
+    assert {rank.drafter for rank in stats.ranks if rank.draft} == {"dflash"}
+    (small,) = setup((replace(head, horizon=1),), SyntheticText(agreement=0.95)).run("async")
+    assert speed(stats) > 1.5 * speed(small)
 
 
 def test_taps_take_the_links_time() -> None:

@@ -53,13 +53,20 @@ class Whole:
         )
         assert function(self.context, batch) == 0
 
-    def best(self) -> int:
-        """The most probable token after a batch of one."""
-        return int(self.logits().argmax())
+    def best(self, row: int = 0) -> int:
+        """The most probable token after a row of the last batch."""
+        return int(self.logits(row).argmax())
 
-    def logits(self) -> States:
-        """After a batch of one: (n_vocab,)."""
-        return np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, 0), (self.n_vocab,)).copy()
+    def logits(self, row: int = 0) -> States:
+        """After a row of the last batch: (n_vocab,)."""
+        return np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, row), (self.n_vocab,)).copy()
+
+
+def inputs_of(target: Whole, head: Whole, n: int) -> LayerInputs:
+    """The inputs of the target's layers, `n` of them, that a head reads."""
+    layers = extension("_Z28llama_model_target_layer_idsPK11llama_model", _INTS, ctypes.c_void_p)(head.model)
+    n_layer = int(lib.llama_model_n_layer(target.model))
+    return LayerInputs(target.context, [int(layers[i]) for i in range(n)], target.n_embd, n_layer)
 
 
 class PlainHead:
@@ -70,10 +77,7 @@ class PlainHead:
         with reference_kernels():
             self._target = Whole(target)
         self._head = Whole(head)
-        layers = extension("_Z28llama_model_target_layer_idsPK11llama_model", _INTS, ctypes.c_void_p)(self._head.model)
-        n_layer = int(lib.llama_model_n_layer(self._target.model))
-        wanted = [int(layers[i]) for i in range(3)]
-        self._inputs = LayerInputs(self._target.context, wanted, self._target.n_embd, n_layer)
+        self._inputs = inputs_of(self._target, self._head, 3)
         extension(
             "_Z26llama_set_embeddings_nextnP13llama_contextbb", None, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool
         )(self._head.context, True, False)

@@ -8,7 +8,8 @@ from ggpipe.cli.messages import in_flags
 from ggpipe.config.model import ModelConfig
 from ggpipe.display.format import harmless, human_bytes
 from ggpipe.errors import ModelError, RunError, Setting, UsageError
-from ggpipe.llama.eagle3 import head_misfit, needs_of
+from ggpipe.llama.draft_heads import needs_of
+from ggpipe.llama.eagle3 import head_misfit
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.vocab import Vocab
 from ggpipe.options.option import Options

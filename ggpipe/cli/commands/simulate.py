@@ -165,9 +165,9 @@ def _modes(spec: SimulationSpec, options: Options) -> list[Mode]:
     kinds = [draft.drafter for draft in spec.drafts]
     if registry.MTP in (spec.speculation.drafters or ()) and registry.MTP not in kinds:
         raise SettingError("spec_type", "mtp is not simulated this way", Wording("use ", Setting("drafters"), " mtp"))
-    if "eagle3" in (spec.speculation.drafters or ()) and "eagle3" not in kinds:
-        advice = Wording("name one with ", Setting("draft.model"), ", or use ", Setting("drafters"), " eagle3")
-        raise SettingError("spec_type", "eagle3 needs an EAGLE-3 head", advice)
+    if lacking := [name for name in spec.speculation.drafters or () if name in registry.HEADS and name not in kinds]:
+        advice = Wording("name one with ", Setting("draft.model"), ", or use ", Setting("drafters"), f" {lacking[0]}")
+        raise SettingError("spec_type", f"{lacking[0]} needs {registry.model_of(lacking[0])}", advice)
     if not registry.chosen(spec.speculation.drafters, kinds):
         if mode in ("speculative", "async"):
             check_draft(options, Wording(Setting("mode"), f" {mode}"))

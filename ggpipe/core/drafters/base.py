@@ -33,6 +33,8 @@ class HeadNeeds:
     """Whether the head has its own token embeddings."""
     has_output: bool
     """Whether the head has its own output layer."""
+    horizon: int
+    """Depth of the deepest draft token below the last verified one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class DraftPipeline:
     """None where target and draft have the same tokens."""
     restored: tuple[int, ...] | None = None
     """See `PrefixCache`."""
+    horizon: int | None = None
+    """See `HeadNeeds`; None: it is no draft head."""
 
 
 class TextDrafter(Protocol):

@@ -28,7 +28,8 @@ from ggpipe.core.messages import LogitsRequest, StateRef
 from ggpipe.core.tree import Node, Proposal
 
 HORIZON = 8
-"""Depth of the deepest draft token below the last verified one: each reads the state of the one before it."""
+"""Depth of the deepest draft token below the last verified one, unless the model sets it: each reads the state of the
+one before it."""
 _ROWS_WITH_ROOT = 8
 """Rows of a text that go with its last token, whose logits are wanted: the head computes those of all rows of a run, or
 of none."""
@@ -49,9 +50,10 @@ class _Sent:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _HeadState(DraftState):
+class HeadState(DraftState):
     """A request that is drafted for. Its tokens are those of the text from the second one on."""
 
+    horizon: int = HORIZON
     shift: int = 1
     """Tokens of the text before its own ones. 0 for prompts of one token: that one reads no state."""
     refs: dict[int, StateRef] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class _HeadState(DraftState):
     @property
     def deepest(self) -> int:
         usual: int = DraftState.deepest.__get__(self)  # a dataclass with slots is not the class that super() looks for
-        return min(usual, self.tree.root.pos + HORIZON)
+        return min(usual, self.tree.root.pos + self.horizon)
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
         """Append accepted tokens, and start the tree again at the last of them."""
@@ -103,12 +105,15 @@ class _HeadState(DraftState):
 class EagleHead(DraftModel):
     """The drafter (see the module's docstring), for any number of requests."""
 
+    _state: type[HeadState] = HeadState
+    _rows_with_root = _ROWS_WITH_ROOT
     _shift = 1
-    """See `_HeadState.shift`."""
+    """See `HeadState.shift`."""
 
     def __init__(self, drafter: int, pipeline: DraftPipeline) -> None:
         """As `DraftModel`. Nothing is restored from files, and nothing saved."""
         super().__init__(drafter, replace(pipeline, restored=None))
+        self._horizon = pipeline.horizon or HORIZON
         self._arrived: set[int] = set()
         """The target's runs whose states are there."""
         self._reading: dict[int, int] = {}
@@ -140,9 +145,9 @@ class EagleHead(DraftModel):
     # States
 
     @property
-    def _head_states(self) -> Iterator[_HeadState]:
+    def _head_states(self) -> Iterator[HeadState]:
         for state in self._requests.values():
-            assert isinstance(state, _HeadState)
+            assert isinstance(state, HeadState)
             yield state
 
     def _states_arrived(self, arrived: StatesArrived) -> None:
@@ -150,7 +155,7 @@ class EagleHead(DraftModel):
         self._newest = arrived.run
         for i, (request, position) in enumerate(arrived.rows):
             state = self._requests.get(request)
-            if not isinstance(state, _HeadState):
+            if not isinstance(state, HeadState):
                 continue
             number = position + 1 - state.shift
             if state.n_decoded <= number <= len(state.begin.prompt):  # of the prompt: each position has one row
@@ -158,7 +163,7 @@ class EagleHead(DraftModel):
         for state in self._head_states:
             self._settle_states(state)
 
-    def _settle_states(self, state: _HeadState) -> None:
+    def _settle_states(self, state: HeadState) -> None:
         """Count tokens whose states are there, or will never be: runs come in order, and what is missing before one
         that has come was cached."""
         last = max((number for number, ref in state.refs.items() if ref.run <= self._newest), default=-1)
@@ -185,15 +190,15 @@ class EagleHead(DraftModel):
         cache_prompt = begin.cache_prompt and shift == self._shift
         begin = replace(begin, prompt=begin.prompt[shift:], cache_prompt=cache_prompt)
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
-        state = _HeadState.of(begin, prefix)
-        state.shift, state.n_known = shift, max(prefix.n_tokens, 1 - shift)
+        state = self._state.of(begin, prefix)
+        state.horizon, state.shift, state.n_known = self._horizon, shift, max(prefix.n_tokens, 1 - shift)
         state.sent_nodes[prefix.tree.root] = state.sent
         self._requests[begin.request] = state
 
     def _accepted(self, message: Accepted, actions: list[DraftAction]) -> None:
         state = self._requests.get(message.request)
         super()._accepted(message, actions)
-        if isinstance(state, _HeadState):
+        if isinstance(state, HeadState):
             first = len(state.tokens) - len(message.tokens)
             for number, (run, row) in enumerate(message.rows, first):
                 state.refs[number] = StateRef(run, row, is_target=True)
@@ -205,7 +210,7 @@ class EagleHead(DraftModel):
     # Draft tokens
 
     def _more_comes(self, state: DraftState) -> bool:
-        assert isinstance(state, _HeadState)
+        assert isinstance(state, HeadState)
         awaits_states = state.n_known < len(state.tokens) and self._is_wanted(state)
         return awaits_states or super()._more_comes(state)
 
@@ -214,15 +219,14 @@ class EagleHead(DraftModel):
 
     # The pipeline
 
-    @staticmethod
-    def _is_wanted(state: DraftState) -> bool:
+    def _is_wanted(self, state: DraftState) -> bool:
         """Whether draft tokens below the root would be useful now."""
         return state.deepest > state.tree.root.pos
 
     def _n_ready(self, state: DraftState) -> int:
         """Tokens that are computed or may be now. Where no draft tokens are wanted, they wait to be computed together;
         the last one, whose logits are wanted with it, waits in any case."""
-        assert isinstance(state, _HeadState)
+        assert isinstance(state, HeadState)
         if self._is_wanted(state):
             return state.n_known
         n = min(state.n_known, len(state.tokens) - 1)
@@ -233,7 +237,7 @@ class EagleHead(DraftModel):
 
     def _chunk_end(self, state: DraftState) -> int:
         end = min(super()._chunk_end(state), self._n_ready(state))
-        if end == len(state.tokens) and end - state.n_decoded > _ROWS_WITH_ROOT:
+        if end == len(state.tokens) and end - state.n_decoded > self._rows_with_root:
             end -= 1
         return end
 
@@ -245,7 +249,7 @@ class EagleHead(DraftModel):
         at: int,
         logits_requests: dict[LogitsRequest, int],
     ) -> RunPart[DraftState]:
-        assert isinstance(state, _HeadState)
+        assert isinstance(state, HeadState)
         part = super()._part(state, nodes, tokens, at, logits_requests)
         n_text = part.n_prompt_rows + sum(node is state.tree.root for node in nodes)
         refs = [state.refs.pop(at + i, None) for i in range(n_text)]

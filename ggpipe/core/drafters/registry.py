@@ -24,6 +24,7 @@ MTP = "mtp"
 WITH_MODEL: Mapping[str, Callable[[int, DraftPipeline], Drafter]] = {
     "draft": _made_by("draft_model", "DraftModel"),
     "eagle3": _made_by("eagle", "EagleHead"),
+    "dflash": _made_by("dflash", "DFlashHead"),
     MTP: _made_by("mtp", "MtpLayers"),
 }
 """Made with the id of the drafter. Each loaded draft model has one, by its architecture (`kind_of`), and so have a
@@ -34,10 +35,14 @@ WITHOUT_MODEL: Mapping[str, Callable[[int], TextDrafter]] = {
 }
 """Made with the id of the drafter. Each engine has one of each kind, which all of its requests share."""
 
+HEADS: Mapping[str, str] = {"eagle3": "an EAGLE-3 head", "dflash": "a DFlash head"}
+"""Those with a model that read the target's states: what people call the model."""
+
 _ALIASES = {
     "draft-simple": "draft",
     "draft-eagle3": "eagle3",
     "draft-mtp": MTP,
+    "draft-dflash": "dflash",
     "ngram-simple": "ngram",
     "ngram-map-k": "ngram",
     "ngram-map-k4v": "ngram",
@@ -52,6 +57,11 @@ def kind_of(architecture: str) -> str:
     return architecture if architecture in WITH_MODEL else next(iter(WITH_MODEL))
 
 
+def model_of(kind: str) -> str:
+    """What people call the model that a drafter of this kind needs."""
+    return "the model's MTP layers" if kind == MTP else HEADS.get(kind, "a draft model")
+
+
 def kinds(models: Sequence[str]) -> tuple[str, ...]:
     """The kind of each drafter of an engine whose draft models' drafters, which come first, are of these kinds; its
     place is its id."""
@@ -59,7 +69,7 @@ def kinds(models: Sequence[str]) -> tuple[str, ...]:
 
 
 def labels(models: Sequence[str]) -> tuple[str, ...]:
-    """What people call each of these drafters: `draft`, of several `draft model 1` and so on; `eagle3`; `ngram`."""
+    """What people call each of these drafters: `draft`, of several `draft model 1` and so on; else its kind."""
     several = {kind for kind in models if models.count(kind) > 1}
     return tuple(f"{kind} model {number + 1}" if kind in several else kind for number, kind in enumerate(kinds(models)))
 

@@ -41,6 +41,7 @@ _COLOURS = {
     "draft model 2": "rail_response",
     "eagle3": "rail_animation",
     "mtp": "rail_animation",
+    "dflash": "rail_idle",
     "ngram": "yellow",
     SEVERAL: "olive",
 }

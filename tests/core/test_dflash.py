@@ -1,0 +1,80 @@
+"""A DFlash head's drafter: which states its rows read, what it makes of blocks, with messages in any order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.driven_head import HORIZON, MODES, Driven, begun, check_any_order, play_out
+
+from ggpipe.config.speculation import SpeculationConfig
+from ggpipe.core.drafters.dflash import DFlashHead
+from ggpipe.core.events import RunEnded
+
+
+@pytest.mark.parametrize("speculation", MODES, ids=["best-first", "chains", "speculative", "two branches"])
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**9), agreement=st.sampled_from([0.0, 0.6, 1.0]))
+def test_any_order(speculation: SpeculationConfig, seed: int, agreement: float) -> None:
+    check_any_order(DFlashHead, speculation, seed, agreement)
+
+
+def drafted(driven: Driven) -> list[tuple[int, ...]]:
+    """The draft tokens that were sent, as paths below the text that the drafter knows; the longest last."""
+    n = len(driven.known[1])
+    return sorted((path[n:] for path in driven.numbers.values() if len(path) > n), key=len)
+
+
+def computing() -> Driven:
+    """Its first block is being computed."""
+    driven = begun(1, 2, 3, 4, head=DFlashHead)
+    driven.hear()
+    while driven.target.states:
+        driven.arrive()
+    driven.pipeline.step(0)
+    assert driven.pipeline.stages[0].computing is not None
+    return driven
+
+
+def test_one_run_drafts_a_block() -> None:
+    driven = begun(1, 2, 3, 4, head=DFlashHead)
+    play_out(driven)
+    (last,) = [rows for rows in driven.pipeline.rows_of.values() if rows]
+    assert len(last) == 3, "states before the last token"
+    assert [len(path) for path in drafted(driven)] == list(range(1, HORIZON + 1))
+    assert driven.sent[-1].complete
+
+
+def test_positions_that_are_not_wanted_are_not_asked_for() -> None:
+    driven = begun(1, 2, 3, 4, look_ahead=3, head=DFlashHead)
+    driven.hear()
+    driven.arrive()
+    (run,) = driven.pipeline.in_flight.values()
+    assert [logits_request.n_positions for logits_request in run.logits_requests] == [3]
+
+
+def test_the_rest_of_a_block_is_drafted_on() -> None:
+    """A token is accepted while the block is computed."""
+    driven = computing()
+    token = driven.model.candidates((4,), 1)[0][0]
+    driven.target.accept(1, (token,), 20)
+    driven.hear()
+    driven.pipeline.step(0)
+    driven.handle(RunEnded(driven.pipeline.take_result()))
+    assert driven.sent[0].epoch == 1
+    assert len(drafted(driven)) == HORIZON - 1
+    play_out(driven)
+    assert len(drafted(driven)) == HORIZON - 1, "no further block is needed yet"
+    driven.target.accept(1, drafted(driven)[3], 20)
+    play_out(driven)
+    assert len(drafted(driven)) == HORIZON, "less than half was left"
+
+
+def test_a_block_that_the_text_left_is_dropped() -> None:
+    driven = computing()
+    token = driven.model.candidates((4,), 1)[0][0]
+    driven.target.accept(1, (token % 8 + 1,), 20)
+    driven.hear()
+    play_out(driven)
+    assert [batch.epoch for batch in driven.sent if batch.expansions] == [1]
+    assert len(drafted(driven)) == HORIZON, "all of the second block"
