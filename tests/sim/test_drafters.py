@@ -146,6 +146,8 @@ def test_mtp_layers_read_one_state() -> None:
     assert max(stats.counters.by_lead) == HORIZON
     assert {rank.drafter for rank in stats.ranks if rank.draft} == {"mtp"}
     assert speed(stats) > 0.95 * speed(other)
+
+
 def test_a_block_reaches_further() -> None:
     """The DFlash head's draft tokens are known as far ahead as its blocks are long; they come later than others."""
     cluster = read_cluster(Path("nodes8-100g"))
