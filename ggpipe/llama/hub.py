@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ggpipe.errors import ModelError, RunError, UsageError
+from ggpipe.errors import ModelError, RunError, Setting, UsageError
 from ggpipe.llama.hub_files import HubFile, choose
 
 Progress = Callable[[str, int, int], None]
@@ -94,7 +94,9 @@ class Hub:
             return self._model(repo, str(info.sha), choose(repo, files, quant, file, is_draft))
         found = self._in_cache(repo, quant, file, is_draft)
         if found is None:
-            raise ModelError(f"{text} is not in {self.cache}: download it once without --offline and HF_HUB_OFFLINE")
+            raise ModelError(
+                f"{text} is not in {self.cache}: download it once without ", Setting("offline"), " and HF_HUB_OFFLINE"
+            )
         return found
 
     def download(self, model: HubModel) -> tuple[Path, ...]:

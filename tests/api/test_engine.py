@@ -268,8 +268,9 @@ def test_an_engine_that_only_its_answers_keep(monkeypatch: pytest.MonkeyPatch) -
 def test_all_flags_of_generate_are_keywords() -> None:
     generate = next(command for command in COMMANDS if command.name == "generate")
     names = {NAMES.get(row.name, row.name) for row in generate.options(OPTIONS)}
-    of_chat = {"single_turn", "system", "chat_template", "chat_template_file", "chat_template_kwargs"}
+    of_chat = {"single_turn", "system", "chat_template", "chat_template_file", "chat_template_kwargs", "reasoning"}
+    of_the_hub = {"hf_repo", "hf_file", "hf_token", "offline", "draft.hf_repo"}
     of_the_terminal = {"prompt", "file", "escape", "color", "display_prompt", "csv", "json", "trace"}
-    assert names - set(ROWS) - of_chat - of_the_terminal == set()
+    assert names - set(ROWS) - of_chat - of_the_hub - of_the_terminal == set()
     parameters = inspect.signature(Engine.chat).parameters
     assert {"chat_template", "chat_template_kwargs"} <= set(parameters)

@@ -19,7 +19,9 @@ CELLS = (
     f"import ggpipe\nengine = ggpipe.Engine({str(TARGET)!r}, n_ctx=512, threads=1, temp=0, n_predict=8).load()",
     'answer = engine.generate("Once upon a time").wait()\nprint(answer.text)',
     'print((await engine.generate("There was a king")).text)',
-    "import time\ntime.sleep(0.6)\nengine.close()",
+    "import threading\n"
+    "for thread in threading.enumerate():\n    if thread.name == 'ggpipe panel':\n        thread.join()\n"
+    "engine.close()",
 )
 
 

@@ -24,7 +24,7 @@ def test_modules_are_compiled_where_processes_may_not(tmp_path: Path) -> None:
     module, compiled = tmp_path / "ggpipe" / "a.py", tmp_path / "ggpipe" / "__pycache__"
     module.write_text("A = 1\n")
     sources = subprocess.run(["sh", "-c", SUM], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
-    (tmp_path / ".venv" / "installed").write_text(f"{sources} plots server openmpi\n")
+    (tmp_path / ".venv" / "installed").write_text(f"{sources} plots server hub openmpi\n")
     environment = {**os.environ, "GGPIPE_MPI": "openmpi", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def install() -> None:

@@ -14,7 +14,7 @@ from ggpipe.channel.link import address_for
 from ggpipe.engine.doctor.facts import MARK, MachineFacts, Questions
 from ggpipe.engine.doctor.links import LinkServer
 from ggpipe.engine.doctor.rules import Finding, Reference, Wanted, findings, why_no_facts
-from ggpipe.errors import RunError
+from ggpipe.errors import RunError, Setting
 from ggpipe.launch.remote_shell import Answer, ask_all, is_this_machine, why_unreached
 
 _HERE = "localhost"
@@ -52,7 +52,10 @@ def check_up(hosts: Sequence[str], models: Sequence[Path], wanted: Callable[[str
     here = next((host for host in answers if answers[host].is_local), _HERE)
     if here not in facts:
         said = " ".join(answers[here].errors.split()[-30:])
-        raise RunError(f"cannot examine this machine within {limit_s:g} s: {said or 'raise --launch-timeout'}")
+        raise RunError(
+            f"cannot examine this machine within {limit_s:g} s: ",
+            *((said,) if said else ("raise ", Setting("launch_timeout_s"))),
+        )
     reference = Reference(host=here, facts=facts[here], fingerprints=_fingerprints(here, facts), program=_program())
     found: list[Finding] = []
     for host in hosts:
