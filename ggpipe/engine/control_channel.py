@@ -14,7 +14,8 @@ from ggpipe.engine.inbox import Inbox
 from ggpipe.errors import GgpipeError, RankError, RunError
 from ggpipe.transport import control
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
-from ggpipe.transport.control import Abort, AnyControlMessage, ControlMessage, RankFailed
+from ggpipe.transport.control import Abort, AnyControlMessage, RankFailed
+from ggpipe.transport.loading_messages import ControlMessage
 
 T = TypeVar("T")
 M = TypeVar("M", bound=ControlMessage)

@@ -14,7 +14,7 @@ from ggpipe.core.layout import Layout
 from ggpipe.core.messages import RunRecord, RunResult
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.errors import Setting, SettingError, Wording
-from ggpipe.transport import codec
+from ggpipe.transport import draft_codec
 from ggpipe.transport.base import Kind, Transport
 
 
@@ -79,7 +79,7 @@ class Drafters:
 
     def send(self, drafter: int, message: DrafterMessage) -> None:
         """Send a message to a draft model's drafter."""
-        self._transport.send(self._models[drafter].head, Kind.TO_DRAFTER, codec.drafter_message(message))
+        self._transport.send(self._models[drafter].head, Kind.TO_DRAFTER, draft_codec.drafter_message(message))
 
 
 class DraftHead:

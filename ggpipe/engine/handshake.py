@@ -22,7 +22,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import BoundaryTensors
 from ggpipe.transport.base import Transport
-from ggpipe.transport.control import Hello
+from ggpipe.transport.loading_messages import Hello
 
 
 def hello(transport: Transport, config: EngineConfig, model_file: ModelFile, model: int) -> Hello:

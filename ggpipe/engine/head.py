@@ -26,7 +26,7 @@ from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.vocab import Vocab
 from ggpipe.stats.records import RankStats
-from ggpipe.transport import codec
+from ggpipe.transport import codec, draft_codec
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
 from ggpipe.transport.control import AskClock, AskUsage, Clock, PrefixSaved, Quit, Usage
 
@@ -269,7 +269,7 @@ class LoadedHead:
             case Kind.FETCHED:
                 return Fetched(*codec.read_fetched(message.payload))
             case Kind.MICRO_BATCH:
-                return DraftUpdate(*codec.read_micro_batch(message.payload))
+                return DraftUpdate(*draft_codec.read_micro_batch(message.payload))
             case Kind.PART_SPAN:
                 return PartSpan(*codec.read_part_span(message.payload))
         raise RunError(f"rank {message.source} sent {message.kind.name} to the head: use one ggpipe everywhere")

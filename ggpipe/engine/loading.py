@@ -31,7 +31,15 @@ from ggpipe.llama.prompt_cache import PromptCache
 from ggpipe.llama.stage import BoundaryTensors
 from ggpipe.llama.vocab import Vocab
 from ggpipe.transport.base import HEAD
-from ggpipe.transport.control import DraftVocab, Hello, LoadLayers, StageContext, StageLoaded, StageLoading, StartDraft
+from ggpipe.transport.loading_messages import (
+    DraftVocab,
+    Hello,
+    LoadLayers,
+    StageContext,
+    StageLoaded,
+    StageLoading,
+    StartDraft,
+)
 
 
 def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:

@@ -19,7 +19,7 @@ from ggpipe.llama.libllama import native
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.stage import Stage
 from ggpipe.transport.base import Transport
-from ggpipe.transport.control import StageContext
+from ggpipe.transport.loading_messages import StageContext
 
 
 def threads_of(config: EngineConfig, transport: Transport, model: int) -> tuple[int, int]:

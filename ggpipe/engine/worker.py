@@ -38,21 +38,10 @@ from ggpipe.llama.eagle3 import TargetStates
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.vocab import Vocab
-from ggpipe.transport import codec
+from ggpipe.transport import codec, draft_codec
 from ggpipe.transport.base import HEAD, Kind, Message, Payload, Transport
-from ggpipe.transport.control import (
-    AskClock,
-    AskUsage,
-    Clock,
-    DraftVocab,
-    LoadLayers,
-    PrefixSaved,
-    Quit,
-    StageLoaded,
-    StageLoading,
-    StartDraft,
-    Usage,
-)
+from ggpipe.transport.control import AskClock, AskUsage, Clock, PrefixSaved, Quit, Usage
+from ggpipe.transport.loading_messages import DraftVocab, LoadLayers, StageLoaded, StageLoading, StartDraft
 
 _LONG_S = 3600.0
 
@@ -181,7 +170,7 @@ class Worker:
                     case Message(_, Kind.FETCH, payload):
                         pipeline.fetch_own(*codec.read_fetch(payload))
                     case Message(_, Kind.TO_DRAFTER, payload) if draft_head is not None:
-                        draft_head.handle(codec.read_drafter_message(payload))
+                        draft_head.handle(draft_codec.read_drafter_message(payload))
                     case Message(_, Kind.STATES, payload) if draft_head is not None:
                         self._take_states(payload, draft_head)
                     case Message(_, Kind.RESULT, payload) if draft_head is not None:
@@ -229,4 +218,4 @@ class Worker:
             self._target_states.forget(before)
 
     def _send_micro_batch(self, micro_batch: MicroBatch, records: Sequence[RunRecord]) -> None:
-        self._transport.send(HEAD, Kind.MICRO_BATCH, codec.micro_batch_message(micro_batch, records))
+        self._transport.send(HEAD, Kind.MICRO_BATCH, draft_codec.micro_batch_message(micro_batch, records))

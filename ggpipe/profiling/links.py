@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ggpipe.transport.base import Kind, Message, Transport
-from ggpipe.transport.control import LinkMeasured
+from ggpipe.transport.profile_messages import LinkMeasured
 
 _SMALL = bytes(512)  # as a result with the best 40 tokens
 _LARGE_BYTES = (256 << 10, 4 << 20)

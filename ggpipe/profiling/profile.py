@@ -31,9 +31,9 @@ from ggpipe.profiling.links import LinkTimer
 from ggpipe.profiling.profiled_rank import TURN_S, ProfiledRank
 from ggpipe.profiling.sums import by_host, decode_sums, sum_pairs, sum_profile
 from ggpipe.transport.base import HEAD, Transport
-from ggpipe.transport.control import (
+from ggpipe.transport.loading_messages import ControlMessage
+from ggpipe.transport.profile_messages import (
     AloneMeasured,
-    ControlMessage,
     DecodesMeasured,
     DraftMeasured,
     EndProfile,

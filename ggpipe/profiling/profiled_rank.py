@@ -26,9 +26,9 @@ from ggpipe.profiling.overheads import measure_overheads, measure_stops
 from ggpipe.profiling.stage_timing import Samples, TimedStage
 from ggpipe.profiling.sums import measure_decodes, measure_sums
 from ggpipe.transport.base import HEAD
-from ggpipe.transport.control import (
+from ggpipe.transport.loading_messages import ControlMessage
+from ggpipe.transport.profile_messages import (
     AloneMeasured,
-    ControlMessage,
     DecodesMeasured,
     DraftMeasured,
     EndProfile,

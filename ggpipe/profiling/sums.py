@@ -16,7 +16,7 @@ from ggpipe.llama.group import Membership
 from ggpipe.llama.libllama import native
 from ggpipe.profiling.stage_timing import TimedStage
 from ggpipe.transport.base import Transport
-from ggpipe.transport.control import DecodesMeasured, SumsMeasured
+from ggpipe.transport.profile_messages import DecodesMeasured, SumsMeasured
 
 ROWS = (1, 8, 128)
 _WARM, _LEAST, _MOST = 2, 5, 60

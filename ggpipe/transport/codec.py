@@ -1,4 +1,4 @@
-"""Runs, results and draft tokens as bytes. Little-endian; all start with the format's version.
+"""Runs and results as bytes. Little-endian; all start with the format's version.
 
 A run's header precedes its activations in one buffer, so a hop is one message. Each stage appends its Span to
 the header's end and hands the rest on as it came. All fields have fixed sizes, so the stage knows the header's length
@@ -14,11 +14,9 @@ import itertools
 import struct
 from collections.abc import Collection, Sequence
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
 from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import (
     KvKind,
@@ -29,7 +27,6 @@ from ggpipe.core.messages import (
     Row,
     RowLogits,
     Run,
-    RunRecord,
     RunResult,
     Save,
     Span,
@@ -50,22 +47,12 @@ _SPAN = struct.Struct("<idddqI")
 _RESULT = struct.Struct("<BBHqI")
 # row, kind, count, how many of them come last since they are named, log-sum-exp
 _ROW = struct.Struct("<iiIId")
-# version, kind, request, epoch, look-ahead, tokens
-_TO_DRAFTER = struct.Struct("<BBqqiI")
-_BEGIN, _ACCEPTED, _DONE = 1, 2, 3
-# run, row
-_ROW_OF_RUN = struct.Struct("<qi")
+ROW_OF_RUN = struct.Struct("<qi")
+"""A run, and a row in it."""
 # version, runs
 _CANCEL = struct.Struct("<BI")
 # version, run, rows, layers, numbers in a state
 _STATES = struct.Struct("<BqIHI")
-_BEGIN_DECODER = msgspec.msgpack.Decoder(BeginDrafting)  # once a request: no hot path
-# version, complete, drafter, request, epoch, expansions, runs
-_MICRO_BATCH = struct.Struct("<BBHqqII")
-_EXPANSION = struct.Struct("<iiII")
-_CANDIDATE = struct.Struct("<id")
-# run, request, rows, draft tokens, cancelled, spans
-_RECORD = struct.Struct("<qqIIIBH")
 # version, request, run, row
 _FETCH = struct.Struct("<Bqqi")
 # version, request, row
@@ -92,7 +79,7 @@ def run_header(run: Run) -> bytes:
                   len(seqs), len(named), len(save), 0),
         *(_OP.pack(op.kind, op.seq, op.dst, op.p0, op.p1) for op in run.ops),
         *(_LOGITS_REQUEST.pack(r.kind, r.keeps, r.sums, r.n, len(r.banned), len(r.also)) for r in run.logits_requests),
-        _ints(named), _ints(table), _ints(seqs), _ints(save),
+        pack_ints(named), pack_ints(table), pack_ints(seqs), pack_ints(save),
     ))  # fmt: skip
     return header_without(header, len(run.rows), run.dropped) if run.dropped else header
 
@@ -110,7 +97,7 @@ def header_without(header: bytes, n_rows: int, dropped: Collection[int]) -> byte
 
 def header_with(header: bytes, spans: tuple[Span, ...], cancelled: bool) -> bytes:
     """A header as `run_header` made it, with spans, padded to 8 bytes; its length does not depend on their values."""
-    parts = [header, _spans(spans)]
+    parts = [header, pack_spans(spans)]
     padding = -sum(map(len, parts)) % 8
     full = bytearray().join((*parts, bytes(padding)))
     _FLAGS_AND_SPANS.pack_into(full, _FLAGS_AT, _CANCELLED if cancelled else 0, len(spans))
@@ -120,7 +107,7 @@ def header_with(header: bytes, spans: tuple[Span, ...], cancelled: bool) -> byte
 def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     """A run, its header without spans, the spans, and where the activations start."""
     view = memoryview(payload)
-    _check_version(view)
+    check_version(view)
     _, flags, n_spans, n_logits_requests, run_id, kept_from, n_rows, n_ops, n_seqs, n_named, n_save, n_mask = (
         _RUN.unpack_from(view)
     )
@@ -133,18 +120,18 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     if n_logits_requests:
         heads = list(_LOGITS_REQUEST.iter_unpack(view[at : at + n_logits_requests * _LOGITS_REQUEST.size]))
         at += n_logits_requests * _LOGITS_REQUEST.size
-        named = iter(_read_ints(view, at, n_named))
+        named = iter(read_ints(view, at, n_named))
         at += 4 * n_named
         for kind, keeps, sums, n, n_banned, n_also in heads:
             banned, also = tuple(itertools.islice(named, n_banned)), tuple(itertools.islice(named, n_also))
             logits_requests.append(LogitsRequest(LogitsKind(kind), n, banned, keeps, sums, also))
-    table = _read_ints(view, at, 5 * n_rows)
+    table = read_ints(view, at, 5 * n_rows)
     at += 20 * n_rows
-    seqs = _read_ints(view, at, n_seqs)
+    seqs = read_ints(view, at, n_seqs)
     at += 4 * n_seqs
     save: Save | Restore | None = None
     if n_save:
-        request, seq, restores, n_name, *numbers = _read_ints(view, at, n_save)
+        request, seq, restores, n_name, *numbers = read_ints(view, at, n_save)
         name, tokens = bytes(numbers[:n_name]).decode(), tuple(numbers[n_name:])
         save = Restore(request, seq, tokens, name) if restores else Save(request, seq, tokens, name)
         at += 4 * n_save
@@ -158,7 +145,7 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         )
         used += n
     header = bytes(view[:at])
-    spans, at = _read_spans(view, at, n_spans)
+    spans, at = read_spans(view, at, n_spans)
     run = Run(
         id=run_id,
         rows=tuple(rows),
@@ -176,7 +163,7 @@ def result_message(result: RunResult) -> Payload:
     """A result as one message."""
     parts = [
         _RESULT.pack(VERSION, _CANCELLED if result.cancelled else 0, len(result.spans), result.run, len(result.rows)),
-        _spans(result.spans),
+        pack_spans(result.spans),
     ]
     for row in result.rows:
         if row.ids is None:
@@ -184,7 +171,7 @@ def result_message(result: RunResult) -> Payload:
             parts += [_ROW.pack(row.row, LogitsKind.FULL, len(logits) // 4, 0, row.log_sum_exp), logits]
         else:
             n = len(row.ids)
-            parts += [_ROW.pack(row.row, LogitsKind.TOP, n, row.n_also, row.log_sum_exp), _ints(row.ids)]
+            parts += [_ROW.pack(row.row, LogitsKind.TOP, n, row.n_also, row.log_sum_exp), pack_ints(row.ids)]
             parts.append(struct.pack(f"<{n}f", *row.logits))
     return b"".join(parts)
 
@@ -192,15 +179,15 @@ def result_message(result: RunResult) -> Payload:
 def read_result(payload: Payload) -> RunResult:
     """The inverse of `result_message`."""
     view = memoryview(payload)
-    _check_version(view)
+    check_version(view)
     _, flags, n_spans, run, n_rows = _RESULT.unpack_from(view)
-    spans, at = _read_spans(view, _RESULT.size, n_spans)
+    spans, at = read_spans(view, _RESULT.size, n_spans)
     rows = []
     for _ in range(n_rows):
         row, kind, n, n_also, log_sum_exp = _ROW.unpack_from(view, at)
         at += _ROW.size
         if kind == LogitsKind.TOP:
-            ids = tuple(_read_ints(view, at, n))
+            ids = tuple(read_ints(view, at, n))
             logits = struct.unpack_from(f"<{n}f", view, at + 4 * n)
             rows.append(RowLogits(row, ids, logits, log_sum_exp, n_also))
             at += 8 * n
@@ -216,17 +203,17 @@ def cancel_message(cancelled: CancelRuns) -> Payload:
     return b"".join((
         _CANCEL.pack(VERSION, len(runs)),
         struct.pack(f"<{len(runs)}q", *runs),
-        *(_ROW_OF_RUN.pack(run, row) for run, row in rows),
+        *(ROW_OF_RUN.pack(run, row) for run, row in rows),
     ))  # fmt: skip
 
 
 def read_cancel(payload: Payload) -> CancelRuns:
     """The inverse of `cancel_message`."""
     view = memoryview(payload)
-    _check_version(view)
+    check_version(view)
     _, n_runs = _CANCEL.unpack_from(view)
     at = _CANCEL.size + 8 * n_runs
-    rows = tuple((run, row) for run, row in _ROW_OF_RUN.iter_unpack(view[at:]))
+    rows = tuple((run, row) for run, row in ROW_OF_RUN.iter_unpack(view[at:]))
     return CancelRuns(struct.unpack_from(f"<{n_runs}q", view, _CANCEL.size), rows)
 
 
@@ -238,7 +225,7 @@ def fetch_message(request: int, run: int, row: int) -> Payload:
 def read_fetch(payload: Payload) -> tuple[int, int, int]:
     """The inverse of `fetch_message`: the numbers of request, run and row."""
     view = memoryview(payload)
-    _check_version(view)
+    check_version(view)
     _, request, run, row = _FETCH.unpack_from(view)
     return request, run, row
 
@@ -251,7 +238,7 @@ def fetched_message(request: int, row: RowLogits) -> Payload:
 def read_fetched(payload: Payload) -> tuple[int, RowLogits]:
     """The inverse of `fetched_message`."""
     view = memoryview(payload)
-    _check_version(view)
+    check_version(view)
     _, request, row = _FETCHED.unpack_from(view)
     return request, RowLogits(row, None, np.frombuffer(view, "<f4", offset=_FETCHED.size), 0.0)
 
@@ -271,9 +258,9 @@ def states_message(run: Run, layers: Sequence[int], inputs: Sequence[NDArray[np.
 def read_states(payload: Payload) -> tuple[int, tuple[tuple[int, int], ...], dict[int, NDArray[np.float32]]]:
     """The inverse of `states_message`: a run, request and position of each of its rows, the inputs by layer."""
     view = memoryview(payload)
-    _check_version(view)
+    check_version(view)
     _, run, n_rows, n_layers, width = _STATES.unpack_from(view)
-    layers, at = _read_ints(view, _STATES.size, n_layers), _STATES.size + 4 * n_layers
+    layers, at = read_ints(view, _STATES.size, n_layers), _STATES.size + 4 * n_layers
     table = struct.unpack_from(f"<{2 * n_rows}q", view, at)
     at += 16 * n_rows
     inputs: dict[int, NDArray[np.float32]] = {}
@@ -285,116 +272,34 @@ def read_states(payload: Payload) -> tuple[int, tuple[tuple[int, int], ...], dic
 
 def part_span_message(run: int, span: Span) -> Payload:
     """A part's time on a run, as one message."""
-    return _PART_SPAN.pack(VERSION, run) + _spans((span,))
+    return _PART_SPAN.pack(VERSION, run) + pack_spans((span,))
 
 
 def read_part_span(payload: Payload) -> tuple[int, Span]:
     """The inverse of `part_span_message`: the run's number, and the time."""
     view = memoryview(payload)
-    _check_version(view)
-    (span,), _ = _read_spans(view, _PART_SPAN.size, 1)
+    check_version(view)
+    (span,), _ = read_spans(view, _PART_SPAN.size, 1)
     return _PART_SPAN.unpack_from(view)[1], span
 
 
-def drafter_message(message: DrafterMessage) -> Payload:
-    """A message to a drafter."""
-    match message:
-        case Accepted(request, epoch, tokens, look_ahead, rows):
-            head = _TO_DRAFTER.pack(VERSION, _ACCEPTED, request, epoch, look_ahead, len(tokens))
-            return b"".join((head, _ints(tokens), *(_ROW_OF_RUN.pack(*row) for row in rows)))
-        case EndDrafting(request):
-            return _TO_DRAFTER.pack(VERSION, _DONE, request, 0, 0, 0)
-        case BeginDrafting():
-            return _TO_DRAFTER.pack(VERSION, _BEGIN, message.request, 0, 0, 0) + msgspec.msgpack.encode(message)
-
-
-def read_drafter_message(payload: Payload) -> DrafterMessage:
-    """The inverse of `drafter_message`."""
-    view = memoryview(payload)
-    _check_version(view)
-    _, kind, request, epoch, look_ahead, n = _TO_DRAFTER.unpack_from(view)
-    tokens = _read_ints(view, _TO_DRAFTER.size, n)
-    if kind == _ACCEPTED:
-        rows = tuple(_ROW_OF_RUN.iter_unpack(view[_TO_DRAFTER.size + 4 * n :]))
-        return Accepted(request, epoch, tokens, look_ahead, rows)
-    if kind == _DONE:
-        return EndDrafting(request)
-    try:
-        return _BEGIN_DECODER.decode(view[_TO_DRAFTER.size :])
-    except msgspec.MsgspecError as e:
-        raise RunError(f"an unreadable message to the draft arrived ({e}): use one ggpipe everywhere") from e
-
-
-def micro_batch_message(batch: MicroBatch, records: Sequence[RunRecord]) -> Payload:
-    """Draft tokens as one message, with the drafter's runs that ended since the last one, for statistics."""
-    parts = [
-        _MICRO_BATCH.pack(
-            VERSION, batch.complete, batch.drafter, batch.request, batch.epoch, len(batch.expansions), len(records)
-        )
-    ]
-    for expansion in batch.expansions:
-        parts.append(_EXPANSION.pack(expansion.parent, expansion.first, expansion.n, len(expansion.candidates)))
-        parts += [_CANDIDATE.pack(token, prob) for token, prob in expansion.candidates]
-    for record in records:
-        head = _RECORD.pack(
-            record.id,
-            record.request,
-            record.n_rows,
-            record.n_run_rows,
-            record.n_draft_tokens,
-            record.cancelled,
-            len(record.spans),
-        )
-        parts += [head, _spans(record.spans)]
-    return b"".join(parts)
-
-
-def read_micro_batch(payload: Payload) -> tuple[MicroBatch, tuple[RunRecord, ...]]:
-    """The inverse of `micro_batch_message`."""
-    view = memoryview(payload)
-    _check_version(view)
-    _, complete, drafter, request, epoch, n_expansions, n_records = _MICRO_BATCH.unpack_from(view)
-    at = _MICRO_BATCH.size
-    expansions = []
-    for _ in range(n_expansions):
-        parent, first, n, n_candidates = _EXPANSION.unpack_from(view, at)
-        at += _EXPANSION.size
-        end = at + n_candidates * _CANDIDATE.size
-        expansions.append(Expansion(parent, first, n, tuple(_CANDIDATE.iter_unpack(view[at:end]))))
-        at = end
-    records = []
-    for _ in range(n_records):
-        run, request_id, n_rows, n_run_rows, n_draft_tokens, cancelled, n_spans = _RECORD.unpack_from(view, at)
-        spans, at = _read_spans(view, at + _RECORD.size, n_spans)
-        record = RunRecord(
-            id=run,
-            request=request_id,
-            n_rows=n_rows,
-            n_run_rows=n_run_rows,
-            n_draft_tokens=n_draft_tokens,
-            cancelled=bool(cancelled),
-            spans=spans,
-        )
-        records.append(record)
-    batch = MicroBatch(
-        request=request, epoch=epoch, expansions=tuple(expansions), complete=bool(complete), drafter=drafter
-    )
-    return batch, tuple(records)
-
-
-def _spans(spans: Sequence[Span]) -> bytes:
+def pack_spans(spans: Sequence[Span]) -> bytes:
+    """Spans as bytes; `read_spans` is the inverse."""
     return b"".join(_SPAN.pack(s.rank, s.start_s, s.compute_s, s.busy_s, s.sent_bytes, s.n_rows) for s in spans)
 
 
-def _ints(values: Sequence[int]) -> bytes:
+def pack_ints(values: Sequence[int]) -> bytes:
+    """32-bit integers as bytes; `read_ints` is the inverse."""
     return struct.pack(f"<{len(values)}i", *values)
 
 
-def _read_ints(view: memoryview, at: int, n: int) -> tuple[int, ...]:
+def read_ints(view: memoryview, at: int, n: int) -> tuple[int, ...]:
+    """The `n` integers from byte `at` on."""
     return struct.unpack_from(f"<{n}i", view, at)
 
 
-def _read_spans(view: memoryview, at: int, n: int) -> tuple[tuple[Span, ...], int]:
+def read_spans(view: memoryview, at: int, n: int) -> tuple[tuple[Span, ...], int]:
+    """The `n` spans from byte `at` on, and where they end."""
     end = at + n * _SPAN.size
     spans = tuple(
         Span(rank=rank, start_s=start_s, compute_s=compute_s, busy_s=busy_s, sent_bytes=sent_bytes, n_rows=n_rows)
@@ -403,6 +308,7 @@ def _read_spans(view: memoryview, at: int, n: int) -> tuple[tuple[Span, ...], in
     return spans, end
 
 
-def _check_version(view: memoryview) -> None:
+def check_version(view: memoryview) -> None:
+    """Raises RunError for a message of another format."""
     if view[0] != VERSION:
         raise RunError(f"a message of format {view[0]} arrived, this rank speaks {VERSION}: use one ggpipe everywhere")

@@ -28,7 +28,8 @@ from ggpipe.errors import GgpipeError, Setting, SilentRankError, Terminated
 from ggpipe.launch.environment import end_job
 from ggpipe.transport import control
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
-from ggpipe.transport.control import Abort, Beat, ControlMessage
+from ggpipe.transport.control import Abort, Beat
+from ggpipe.transport.loading_messages import ControlMessage
 from ggpipe.transport.wake_event import WakeEvent
 
 _INTERVAL_S = 1.0

@@ -34,7 +34,7 @@ from ggpipe.llama.libllama import native
 from ggpipe.llama.machine import sharpen_timers
 from ggpipe.llama.stage import Stage
 from ggpipe.profiling.sums import decode_sums
-from ggpipe.transport.control import DecodesMeasured
+from ggpipe.transport.profile_messages import DecodesMeasured
 from scripts.bench.measuring import middle, pin_rank
 
 SIZES_KB = (8, 32, 128, 1024)

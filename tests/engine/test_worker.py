@@ -19,19 +19,10 @@ from ggpipe.engine.control_channel import ControlChannel, Received
 from ggpipe.engine.worker import Worker
 from ggpipe.errors import ModelError, RankError
 from ggpipe.transport.base import Kind
-from ggpipe.transport.control import (
-    AskClock,
-    AskUsage,
-    Clock,
-    ControlMessage,
-    EndProfile,
-    Hello,
-    LoadLayers,
-    Quit,
-    StageLoaded,
-    Usage,
-)
+from ggpipe.transport.control import AskClock, AskUsage, Clock, Quit, Usage
+from ggpipe.transport.loading_messages import ControlMessage, Hello, LoadLayers, StageLoaded
 from ggpipe.transport.local import LocalWorld
+from ggpipe.transport.profile_messages import EndProfile
 
 
 class HeadOfOne:

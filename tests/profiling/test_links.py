@@ -10,8 +10,8 @@ from support.commands import HANG_S
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.profiling.links import LinkTimer
 from ggpipe.transport.base import Kind, Message
-from ggpipe.transport.control import EndProfile
 from ggpipe.transport.local import LocalWorld
+from ggpipe.transport.profile_messages import EndProfile
 
 
 class Rank:

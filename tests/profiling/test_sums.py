@@ -23,8 +23,9 @@ from ggpipe.cluster.toml import read_cluster
 from ggpipe.display.tables.profile import profile_table
 from ggpipe.errors import UsageError
 from ggpipe.profiling.sums import ROWS, decode_sums, measure_sums, sum_pairs, sum_profile
-from ggpipe.transport.control import DecodesMeasured, SumsMeasured, decode, encode
+from ggpipe.transport.control import decode, encode
 from ggpipe.transport.local import LocalWorld
+from ggpipe.transport.profile_messages import DecodesMeasured, SumsMeasured
 
 WIDTH = 64  # of the profiles here
 

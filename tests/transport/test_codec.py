@@ -26,7 +26,7 @@ from ggpipe.core.messages import (
     Span,
 )
 from ggpipe.errors import RunError
-from ggpipe.transport import codec
+from ggpipe.transport import codec, draft_codec
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -217,8 +217,8 @@ def test_many_stages() -> None:
     )
     assert codec.read_run(header(Run(id=1, rows=()), spans))[2] == spans
     assert codec.read_result(codec.result_message(result)) == result
-    assert codec.read_micro_batch(
-        codec.micro_batch_message(MicroBatch(request=1, epoch=0, expansions=(), complete=False), [record])
+    assert draft_codec.read_micro_batch(
+        draft_codec.micro_batch_message(MicroBatch(request=1, epoch=0, expansions=(), complete=False), [record])
     )[1] == (record,)
 
 
@@ -282,7 +282,7 @@ def test_another_version_is_refused_in_one_line(version: int) -> None:
 
 @pytest.mark.parametrize("rest", [b"", b"\x80", b"{}", b"\xff"])
 def test_a_damaged_request_to_the_draft_is_refused_in_one_line(rest: bytes) -> None:
-    begin = codec.drafter_message(
+    begin = draft_codec.drafter_message(
         BeginDrafting(
             request=1,
             prompt=(2, 3),
@@ -293,14 +293,14 @@ def test_a_damaged_request_to_the_draft_is_refused_in_one_line(rest: bytes) -> N
             speculation=SpeculationConfig(),
         )
     )
-    start = len(codec.drafter_message(EndDrafting(1)))
+    start = len(draft_codec.drafter_message(EndDrafting(1)))
     with pytest.raises(RunError, match="use one ggpipe everywhere"):
-        codec.read_drafter_message(bytes(begin[:start]) + rest)
+        draft_codec.read_drafter_message(bytes(begin[:start]) + rest)
 
 
 @given(DRAFTER_MESSAGES)
 def test_steering(message: DrafterMessage) -> None:
-    assert codec.read_drafter_message(codec.drafter_message(message)) == message
+    assert draft_codec.read_drafter_message(draft_codec.drafter_message(message)) == message
 
 
 @given(RUNS, st.lists(INT32, unique=True, max_size=3), st.integers(1, 9))
@@ -314,7 +314,7 @@ def test_states(run: Run, layers: list[int], width: int) -> None:
 
 @given(BATCHES, RECORDS)
 def test_micro_batches(batch: MicroBatch, records: list[RunRecord]) -> None:
-    assert codec.read_micro_batch(codec.micro_batch_message(batch, records)) == (batch, tuple(records))
+    assert draft_codec.read_micro_batch(draft_codec.micro_batch_message(batch, records)) == (batch, tuple(records))
 
 
 @given(INT64, SPANS)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from ggpipe.config.layer_split import MAX_PARTS, LayerSplit
 from ggpipe.errors import RunError, Setting, Wording
 from ggpipe.transport import control
-from ggpipe.transport.control import AnyControlMessage, ControlMessage, Hello, Quit, RankFailed, StageLoading
+from ggpipe.transport.control import AnyControlMessage, Quit, RankFailed
+from ggpipe.transport.loading_messages import ControlMessage, Hello, StageLoading
 
 KINDS: tuple[type[ControlMessage], ...] = typing.get_args(AnyControlMessage)
 PLAIN: dict[object, st.SearchStrategy[Any]] = {

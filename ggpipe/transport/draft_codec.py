@@ -1,0 +1,119 @@
+"""Messages to drafters, and their draft tokens, as bytes. The format is that of `codec`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
+from ggpipe.core.messages import RunRecord
+from ggpipe.errors import RunError
+from ggpipe.transport.base import Payload
+from ggpipe.transport.codec import (
+    ROW_OF_RUN,
+    VERSION,
+    check_version,
+    pack_ints,
+    pack_spans,
+    read_ints,
+    read_spans,
+)
+
+# version, kind, request, epoch, look-ahead, tokens
+_TO_DRAFTER = struct.Struct("<BBqqiI")
+_BEGIN, _ACCEPTED, _DONE = 1, 2, 3
+_BEGIN_DECODER = msgspec.msgpack.Decoder(BeginDrafting)  # once a request: no hot path
+# version, complete, drafter, request, epoch, expansions, runs
+_MICRO_BATCH = struct.Struct("<BBHqqII")
+_EXPANSION = struct.Struct("<iiII")
+_CANDIDATE = struct.Struct("<id")
+# run, request, rows, draft tokens, cancelled, spans
+_RECORD = struct.Struct("<qqIIIBH")
+
+
+def drafter_message(message: DrafterMessage) -> Payload:
+    """A message to a drafter."""
+    match message:
+        case Accepted(request, epoch, tokens, look_ahead, rows):
+            head = _TO_DRAFTER.pack(VERSION, _ACCEPTED, request, epoch, look_ahead, len(tokens))
+            return b"".join((head, pack_ints(tokens), *(ROW_OF_RUN.pack(*row) for row in rows)))
+        case EndDrafting(request):
+            return _TO_DRAFTER.pack(VERSION, _DONE, request, 0, 0, 0)
+        case BeginDrafting():
+            return _TO_DRAFTER.pack(VERSION, _BEGIN, message.request, 0, 0, 0) + msgspec.msgpack.encode(message)
+
+
+def read_drafter_message(payload: Payload) -> DrafterMessage:
+    """The inverse of `drafter_message`."""
+    view = memoryview(payload)
+    check_version(view)
+    _, kind, request, epoch, look_ahead, n = _TO_DRAFTER.unpack_from(view)
+    tokens = read_ints(view, _TO_DRAFTER.size, n)
+    if kind == _ACCEPTED:
+        rows = tuple(ROW_OF_RUN.iter_unpack(view[_TO_DRAFTER.size + 4 * n :]))
+        return Accepted(request, epoch, tokens, look_ahead, rows)
+    if kind == _DONE:
+        return EndDrafting(request)
+    try:
+        return _BEGIN_DECODER.decode(view[_TO_DRAFTER.size :])
+    except msgspec.MsgspecError as e:
+        raise RunError(f"an unreadable message to the draft arrived ({e}): use one ggpipe everywhere") from e
+
+
+def micro_batch_message(batch: MicroBatch, records: Sequence[RunRecord]) -> Payload:
+    """Draft tokens as one message, with the drafter's runs that ended since the last one, for statistics."""
+    parts = [
+        _MICRO_BATCH.pack(
+            VERSION, batch.complete, batch.drafter, batch.request, batch.epoch, len(batch.expansions), len(records)
+        )
+    ]
+    for expansion in batch.expansions:
+        parts.append(_EXPANSION.pack(expansion.parent, expansion.first, expansion.n, len(expansion.candidates)))
+        parts += [_CANDIDATE.pack(token, prob) for token, prob in expansion.candidates]
+    for record in records:
+        head = _RECORD.pack(
+            record.id,
+            record.request,
+            record.n_rows,
+            record.n_run_rows,
+            record.n_draft_tokens,
+            record.cancelled,
+            len(record.spans),
+        )
+        parts += [head, pack_spans(record.spans)]
+    return b"".join(parts)
+
+
+def read_micro_batch(payload: Payload) -> tuple[MicroBatch, tuple[RunRecord, ...]]:
+    """The inverse of `micro_batch_message`."""
+    view = memoryview(payload)
+    check_version(view)
+    _, complete, drafter, request, epoch, n_expansions, n_records = _MICRO_BATCH.unpack_from(view)
+    at = _MICRO_BATCH.size
+    expansions = []
+    for _ in range(n_expansions):
+        parent, first, n, n_candidates = _EXPANSION.unpack_from(view, at)
+        at += _EXPANSION.size
+        end = at + n_candidates * _CANDIDATE.size
+        expansions.append(Expansion(parent, first, n, tuple(_CANDIDATE.iter_unpack(view[at:end]))))
+        at = end
+    records = []
+    for _ in range(n_records):
+        run, request_id, n_rows, n_run_rows, n_draft_tokens, cancelled, n_spans = _RECORD.unpack_from(view, at)
+        spans, at = read_spans(view, at + _RECORD.size, n_spans)
+        record = RunRecord(
+            id=run,
+            request=request_id,
+            n_rows=n_rows,
+            n_run_rows=n_run_rows,
+            n_draft_tokens=n_draft_tokens,
+            cancelled=bool(cancelled),
+            spans=spans,
+        )
+        records.append(record)
+    batch = MicroBatch(
+        request=request, epoch=epoch, expansions=tuple(expansions), complete=bool(complete), drafter=drafter
+    )
+    return batch, tuple(records)
