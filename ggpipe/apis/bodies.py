@@ -5,6 +5,7 @@ Unknown fields are ignored. Optional fields may be null.
 
 from __future__ import annotations
 
+import abc
 import itertools
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -190,9 +191,9 @@ class GenerationBody(SamplingBody, kw_only=True):
         return usual
 
     @property
+    @abc.abstractmethod
     def prompts(self) -> Sequence[BodyPrompt]:
         """The prompts, each of which gets its own output. Raises BodyError."""
-        raise NotImplementedError
 
     def requests(
         self, usual: RequestSpec, sampling: SamplingConfig, completed: Callable[[Conversation], Conversation]

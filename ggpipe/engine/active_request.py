@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.core.request import Token, TokenProb
 from ggpipe.core.request_spec import RequestSpec
+from ggpipe.engine.prompt_reader import ReadPrompt
 from ggpipe.llama.constrained_sampler import Drawn, sampler_at
 from ggpipe.llama.grammar import Grammar
 from ggpipe.llama.vocab import TextDecoder, Vocab
 from ggpipe.stats.records import RequestStats
 from ggpipe.text.embeddings import Pooled
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparingRequest:
+    """A request whose grammar is being compiled."""
+
+    spec: RequestSpec
+    read: ReadPrompt
+    stats: RequestStats
 
 
 class ActiveRequest:

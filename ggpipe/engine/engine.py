@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -49,11 +48,11 @@ from ggpipe.core.prefixes import PrefixDone, PrefixOrder
 from ggpipe.core.request import Finish, Request, check_order, check_prompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.core.scheduler import Scheduler
-from ggpipe.engine.active_request import ActiveRequest
+from ggpipe.engine.active_request import ActiveRequest, PreparingRequest
 from ggpipe.engine.control_channel import Received
 from ggpipe.engine.grammars import GrammarReady, Grammars
 from ggpipe.engine.head import DraftUpdate, HeadEvent, LoadedHead, PartSpan
-from ggpipe.engine.prompt_reader import PromptReader, ReadPrompt
+from ggpipe.engine.prompt_reader import PromptReader
 from ggpipe.engine.stage_thread import Fetched
 from ggpipe.errors import GgpipeError, QueueFull, Setting, UsageError, Wording
 from ggpipe.llama import machine
@@ -64,15 +63,6 @@ from ggpipe.stats.records import RankStats, RequestStats
 from ggpipe.stats.run_counter import RunCounter
 from ggpipe.text.grammar.check import Constraint
 from ggpipe.transport.control import PrefixSaved
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Preparing:
-    """A request whose grammar is being compiled."""
-
-    spec: RequestSpec
-    read: ReadPrompt
-    stats: RequestStats
 
 
 class EngineCore:
@@ -99,7 +89,7 @@ class EngineCore:
         """By order that is not carried out: what the ranks said that have done their part."""
         self._ends = frozenset(head.vocab.end_tokens)
         self._grammars = Grammars(head.vocab, head.head.channel.inbox.put)
-        self._preparing: dict[int, _Preparing] = {}
+        self._preparing: dict[int, PreparingRequest] = {}
         self._active: dict[int, ActiveRequest] = {}
         self._events: list[RequestEvent] = []
         self._unsettled: list[ConstrainedSampler] = []
@@ -148,7 +138,7 @@ class EngineCore:
         self._check_room()
         read = self.prompts.read(spec.prompt, spec.sampling)
         check_prompt(read.tokens, self.n_ctx)
-        own, constraint = _Preparing(spec=spec, read=read, stats=stats), Constraint.of(read.sampling)
+        own, constraint = PreparingRequest(spec=spec, read=read, stats=stats), Constraint.of(read.sampling)
         if constraint is None or spec.pooling is not None:
             self._begin_read(number, own)
         elif (known := self._grammars.known(number, constraint)) is not None:
@@ -171,7 +161,7 @@ class EngineCore:
         except GgpipeError as e:
             self._events.append(RequestRefused(ready.request, Failure.of(e)))
 
-    def _begin_read(self, number: int, own: _Preparing, ready: GrammarReady | None = None) -> None:
+    def _begin_read(self, number: int, own: PreparingRequest, ready: GrammarReady | None = None) -> None:
         """Begin a request whose prompt is read, and whose grammar is compiled."""
         spec, read, stats, saves = own.spec, own.read, own.stats, self._saves
         config = self._head.head.config

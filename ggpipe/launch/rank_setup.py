@@ -56,10 +56,10 @@ def own_setup() -> RankSetup:
 def _encoded(value: object) -> bytes:
     if isinstance(value, Path):
         return os.fsencode(value)  # may not be UTF-8
-    raise NotImplementedError(type(value).__name__)
+    raise TypeError(type(value).__name__)
 
 
 def _decoded(kind: type, value: Any) -> Path:
     if kind is Path and isinstance(value, bytes):
         return Path(os.fsdecode(value))
-    raise NotImplementedError(kind.__name__)
+    raise TypeError(kind.__name__)

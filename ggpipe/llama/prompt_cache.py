@@ -211,12 +211,13 @@ def _part_text(group: Group | None) -> str:
 
 def _states(stage: Stage, seq: int, n: int) -> Iterator[tuple[int, int, _Bytes]]:
     """A sequence's states, with the tokens [first, end) that each has."""
-    rest = [(first, min(first + (stage.state_tokens or n), n)) for first in range(0, n, stage.state_tokens or n)]
+    most = stage.states.most_tokens or n
+    rest = [(first, min(first + most, n)) for first in range(0, n, most)]
     rest.reverse()
     while rest:
         first, end = rest.pop()
-        state = stage.state(seq, first, end)
-        if stage.state_tokens is None or _in_order(state, end - first):
+        state = stage.states.read(seq, first, end)
+        if stage.states.most_tokens is None or _in_order(state, end - first):
             yield first, end, state
         else:
             middle = (first + end) // 2
@@ -297,10 +298,10 @@ def _put_states(file: io.BufferedIOBase, stage: Stage, n: int, seq: int) -> int:
         if not at == first < end <= n:
             raise RunError("it is damaged")
         if end >= stage.n_ctx:
-            if stage.state_tokens is None:
+            if stage.states.most_tokens is None:
                 raise RunError(f"it has {end} tokens, and the context only {stage.n_ctx}")
             break
-        stage.put_state(state, seq)
+        stage.states.append(state, seq)
         at = end
     return at
 

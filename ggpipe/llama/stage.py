@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import time
 from collections import Counter
@@ -25,12 +24,11 @@ from ggpipe.llama.group import Group, context_of_group, joined, together
 from ggpipe.llama.layer_inputs import LayerInputs, own_layers
 from ggpipe.llama.layers import OnProgress, apply_loras, load_layers
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native, start
+from ggpipe.llama.noise import Noise
 from ggpipe.llama.params import LlamaBatch, best_of, context_params, hidden_states, whole_row
-from ggpipe.llama.row_filter import FRAME, RowFilter, padded, with_dropped
+from ggpipe.llama.row_filter import RowFilter, with_dropped
+from ggpipe.llama.sequence_states import SequenceStates
 
-_N_NOISES = 256
-_STATE_TOKENS = 128
-"""Maximum number of tokens per state in a prompt cache. Large models have megabytes per token."""
 _NO_RUN = 0  # an id that no run has
 _DIFFER_IN_COMPANY = ("qwen4exp", "minimax-01")
 """Architectures whose exact rows were found to depend on other sequences by more than the order of KV cells."""
@@ -85,7 +83,7 @@ class Stage:
         wanted_inputs: Sequence[int] = (),
     ) -> None:
         """Load the layers. `threads`: for single tokens, for batches. `n_prefixes`: sequence ids for kept prefixes, at
-        most, beside `context.n_seq`. `saves_states`: `state` and `put_state` will be called. `group`: where other ranks
+        most, beside `context.n_seq`. `saves_states`: `states` will be used. `group`: where other ranks
         compute these layers together with this one; they load at the same time. `warmup`: KV cells get their memory
         now; else, and with a NUMA strategy, when they are used first. `wanted_inputs`: layers of the model whose inputs
         a draft head reads; those that this stage has come with each run.
@@ -107,7 +105,6 @@ class Stage:
         self._keep: list[object] = []
         self._model: Any = None
         self._context: Any = None
-        self._noises: Any = None
         self._layer_inputs: LayerInputs | None = None
         self._kinds: Set[LogitsKind] = frozenset()
         """The logits that rows of the last run requested."""
@@ -143,19 +140,19 @@ class Stage:
         self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int], n_prefixes: int, saves_states: bool
     ) -> None:
         n_asked = config.n_ctx or int(lib.llama_model_n_ctx_train(self._model))
-        slides = int(lib.llama_model_n_swa(self._model)) > 0
+        n_swa = int(lib.llama_model_n_swa(self._model))
         ids = divide_ids(
             self._file,
             config,
             n_asked,
             n_prefixes,
-            slides=slides,
+            slides=n_swa > 0,
             rolls_back=self.rolls_back,
             saves_states=saves_states,
         )
         self.n_prefixes, self.n_branches = ids.n_prefixes, ids.n_branches
         """See `ContextIds`."""
-        self._pins, self._spare, n_seq = ids.pins, ids.spare, ids.n_seq
+        self._pins, n_seq = ids.pins, ids.n_seq
         logged_errors()
         params = context_params(replace(config, n_seq=n_seq), *threads)
         params.ctx_type = self._context_type
@@ -164,6 +161,8 @@ class Stage:
             raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {last_error()}")
         apply_loras(self._model, self._context, model)
         self._memory = lib.llama_get_memory(self._context)
+        spare = ids.spare if self.partial_prefixes else None
+        self.states = SequenceStates(self._context, n_swa, spare, self._ids)
         self._width = int(lib.llama_model_n_embd_out(self._model))
         self._n_embd = int(lib.llama_model_n_embd(self._model))
         self._n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
@@ -263,7 +262,7 @@ class Stage:
         """Decode the rows of a run, without those that are dropped."""
         self._batch.fill(run.rows, self.is_last)
         timing_only = incoming is None and not self.is_first
-        received = self._noise(run) if timing_only else incoming  # a name of its own: libllama reads it until end_run
+        received = self._noise.of_run(run) if timing_only else incoming  # a name of its own: read until end_run
         if self.is_last and (kinds := {logits_request.kind for logits_request in run.logits_requests}) != self._kinds:
             self._want_hidden(kinds)
         self._native.n_threads = self._threads[len(run.rows) > 1]
@@ -302,21 +301,9 @@ class Stage:
             self._width if LogitsKind.HIDDEN in kinds else 0, skips_logits=kinds == {LogitsKind.HIDDEN}
         )
 
-    def _noise(self, run: Run) -> bytes:
-        """Plausible input for a run: values that differ from row to row, so that rows use different experts.
-
-        As large as a layer's output for each row; where something else crosses the border, it is taken for zeros.
-        """
-        if self._noises is None:
-            self._noises = np.random.default_rng(0).standard_normal((_N_NOISES, self._n_embd), np.float32)
-        chosen = (run.id * 37 + np.arange(len(run.rows))) % _N_NOISES
-        data = self._noises[chosen].tobytes()
-        parts = []
-        for name, count in self.cut.wanted.items():
-            encoded = name.encode()
-            whole = [part + bytes(padded(len(part)) - len(part)) for part in (encoded, data)]
-            parts += [FRAME.pack(len(encoded), len(data)), *whole] * count
-        return b"".join(parts)
+    @functools.cached_property
+    def _noise(self) -> Noise:
+        return Noise(self._n_embd, self.cut.wanted)
 
     @property
     def rolls_back(self) -> bool:
@@ -327,47 +314,6 @@ class Stage:
     def partial_prefixes(self) -> bool:
         """Whether any prefix of a sequence can be copied and continued. Otherwise only a whole sequence can."""
         return self.rolls_back
-
-    @property
-    def state_tokens(self) -> int | None:
-        """Maximum number of tokens in a state; None: only a whole sequence has a state.
-
-        libllama leaves out what a sliding window hides at the end of the state: this many tokens see each other.
-        """
-        if not self.partial_prefixes:
-            return None
-        n_swa = int(lib.llama_model_n_swa(self._model))
-        most = max(n_swa // 2, 1) if n_swa > 0 else _STATE_TOKENS
-        return min(1 << (most.bit_length() - 1), _STATE_TOKENS)
-
-    def state(self, seq: int, first: int, end: int) -> NDArray[np.uint8]:
-        """libllama's state of tokens [first, end) of a sequence, in the order of its KV cells.
-
-        Layers of other ranks are zeros in it. Raises RunError when libllama cannot write it.
-        """
-        source = seq
-        if self.partial_prefixes:
-            source = self._spare
-            lib.llama_memory_seq_cp(self._memory, seq, source, first, end)
-        logged_errors()
-        state = np.zeros(int(lib.llama_state_seq_get_size(self._context, source)), np.uint8)
-        n = int(lib.llama_state_seq_get_data(self._context, _bytes_of(state), state.size, source))
-        if source != seq:
-            lib.llama_memory_seq_rm(self._memory, source, -1, -1)
-        if n != state.size:
-            raise RunError(f"libllama cannot save the state of a sequence: {last_error()}")
-        return state
-
-    def put_state(self, state: NDArray[np.uint8], seq: int) -> None:
-        """Append the result of `state` to a sequence. Raises RunError if libllama cannot read it."""
-        target = self._spare if self.partial_prefixes else seq
-        logged_errors()
-        if int(lib.llama_state_seq_set_data(self._context, _bytes_of(state), state.size, target)) != state.size:
-            raise RunError(f"libllama cannot restore the state of a sequence: {last_error()}")
-        if target != seq:
-            for id in self._ids(seq):
-                lib.llama_memory_seq_cp(self._memory, target, id, -1, -1)
-            lib.llama_memory_seq_rm(self._memory, target, -1, -1)
 
     def cancel(self, run_id: int) -> None:
         """Stop the run with this id if it is being computed and can be stopped. Thread-safe."""
@@ -449,7 +395,3 @@ class Stage:
         if self._model:
             lib.llama_model_free(self._model)
         self._context = self._model = None
-
-
-def _bytes_of(array: NDArray[np.uint8]) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -114,8 +114,8 @@ class _Paths:
     """Which of the draft's sequences have left the text, and what it therefore says of a row."""
 
     def __init__(self, tokens: Mapping[int, SimulatedTokens], drafter: int, skips_first: bool) -> None:
-        """`tokens`: of each request. `drafter`: whose candidates they are, by its id. `skips_first`: its texts begin
-        with their second token, as those of a draft head."""
+        """`tokens`: of each request. `drafter`: whose candidates they are, by its id. `skips_first`: its sequences
+        begin with the request's second token, as those of a draft head."""
         self._tokens = tokens
         self._drafter = drafter
         self._skips_first = skips_first

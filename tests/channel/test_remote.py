@@ -3,126 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
-from support.commands import HANG_S, TARGET, wait_for
+from support.channel import CONFIG, CONTEXT, Connected, served
+from support.commands import TARGET
 from support.pipeline import local_session
 from support.requests import asked
 
-from ggpipe.channel import link, messages, remote
+from ggpipe.channel import link, messages
 from ggpipe.channel.client import EngineClient
-from ggpipe.channel.events import ChannelMessage, Failure
+from ggpipe.channel.events import ChannelMessage
 from ggpipe.channel.front_end import FrontEnd
-from ggpipe.channel.link import ChannelLink
-from ggpipe.channel.messages import EndRanks, FromFrontEnd, FromHead, Interrupt, RanksFailed, Ready, UserLine
 from ggpipe.channel.remote import RemoteEngine, RemoteRanks
-from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import ModelConfig
-from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prompt import Conversation, ToolChoice
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.engine.head import Head
-from ggpipe.engine.served import _Server, serve
+from ggpipe.engine.served import _Server
 from ggpipe.engine.session import Session
 from ggpipe.errors import (
     BodyError,
     GgpipeError,
     PromptTooLong,
-    RankError,
     RunError,
-    Setting,
     SettingError,
-    SilentRankError,
-    Terminated,
     UsageError,
-    Wording,
 )
 from ggpipe.stats.records import RequestStats
-from ggpipe.transport.local import LocalWorld
 
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
-CONTEXT = ContextConfig(n_ctx=4096, n_seq=4)
-CONFIG = EngineConfig(ModelConfig(path=TARGET), CONTEXT, PipelineConfig(threads=(1,)), n_requests=4)
 EXACT = replace(CONFIG, context=replace(CONTEXT, exact=True))
 DRAFT = DraftConfig(model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")), context=CONTEXT)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 DRAFTING = EngineConfig(CONFIG.model, CONTEXT, CONFIG.pipeline, (DRAFT,), n_requests=4)
-
-
-@dataclass
-class Connected:
-    """Both ends of a channel."""
-
-    front_end: ChannelLink[FromHead]
-    head: ChannelLink[FromFrontEnd]
-    lines: list[str] = field(default_factory=list)
-
-    def ranks(self, **settings: Any) -> RemoteRanks:
-        """The front end's side, once the head is ready."""
-        return RemoteRanks(self.front_end, lambda line: self.lines.append(str(line)), **settings)
-
-
-@contextlib.contextmanager
-def channel() -> Iterator[Connected]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-    ends = Connected(ChannelLink(one, messages.from_head), ChannelLink(other, messages.from_front_end))
-    yield ends
-    ends.front_end.close()
-    ends.head.close()
-
-
-@pytest.fixture
-def connected() -> Iterator[Connected]:
-    with channel() as ends:
-        yield ends
-
-
-@pytest.fixture
-def others() -> Iterator[Connected]:
-    with channel() as ends:
-        yield ends
-
-
-@contextlib.contextmanager
-def served(connected: Connected, config: EngineConfig = CONFIG) -> Iterator[RemoteRanks]:
-    """Ranks with one in this process, whose head is served in a thread."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        front_end = FrontEnd(connected.head, "rank 0 (here)")
-        try:
-            with Head(LocalWorld(1).transports[0], config) as head:
-                front_end.follow(head.stop, head.channel.inbox.call, lambda: None)
-                serve(front_end, head)
-        except RunError as e:
-            front_end.report(e)
-        except BaseException as e:
-            failures.append(e)
-        front_end.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        with contextlib.closing(connected.ranks()) as ranks:
-            yield ranks
-    finally:
-        connected.front_end.close()
-        thread.join(HANG_S)
-        assert not thread.is_alive()
-        assert failures == []
 
 
 def test_questions_are_answered_before_a_wait() -> None:
@@ -347,98 +267,3 @@ def test_loading_is_stopped(connected: Connected) -> None:
             stats = RequestStats()  # it was too late
             text(engine, "The wolf", 900, stats)
             assert stats.finish is Finish.STOPPED
-
-
-# A head that does not do what it should
-
-
-def ready(connected: Connected) -> None:
-    connected.head.send(Ready("rank 0 (there)", 0.0))
-
-
-def test_lines_and_errors_of_the_ranks(connected: Connected) -> None:
-    ready(connected)
-    ranks = connected.ranks()
-    connected.head.send(
-        UserLine(Wording("measured ", Setting("n_ctx"))),
-        RanksFailed(Failure(error="ModelError", message=Wording("rank 1 (there): damaged"))),
-    )
-    with pytest.raises(UsageError, match=r"^rank 1 \(there\): damaged$"):
-        ranks.profile()
-    assert connected.lines == ["measured `n_ctx`"]
-
-
-def test_a_head_that_is_gone(connected: Connected) -> None:
-    ready(connected)
-    ranks = connected.ranks()
-    connected.head.close()
-    with pytest.raises(RankError, match=r"^rank 0 \(there\) is gone: killed, or crashed$"):
-        ranks.load()
-    ranks.close()
-
-
-def test_what_mpirun_knows_is_said(connected: Connected) -> None:
-    ready(connected)
-    ranks = connected.ranks(cause=lambda: "rank 1 (there) ended: signal 9 (Killed)")
-    connected.head.close()
-    with pytest.raises(RankError, match=r"^rank 1 \(there\) ended: signal 9 \(Killed\)$"):
-        ranks.load()
-
-
-def test_a_head_that_is_silent(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_TICK_S", 0.01)
-    ready(connected)
-    ranks = connected.ranks(rank_timeout_s=0.05)
-    with pytest.raises(SilentRankError, match=r"^rank 0 \(there\) sent nothing for 0.05 s"):
-        ranks.load()
-
-
-def test_another_rank_reports_that_the_head_is_silent(connected: Connected) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        other = ChannelLink(socket.create_connection(server.getsockname()), messages.from_front_end)
-        accepted, _ = server.accept()
-    other.send(RanksFailed(Failure(error="SilentRankError", message=Wording("rank 0 (there) sent nothing for 3 s"))))
-    ready(connected)
-    ranks = connected.ranks(more_links=lambda: ChannelLink(accepted, messages.from_head))
-    with pytest.raises(SilentRankError, match=r"^rank 0 \(there\) sent nothing for 3 s$"):
-        ranks.load()
-    other.close()
-
-
-def test_a_front_end_that_is_to_end(connected: Connected) -> None:
-    ready(connected)
-    ranks = connected.ranks()
-    ranks.fail(lambda: Terminated("terminated from outside"))
-    assert ranks.is_ending()
-    with pytest.raises(Terminated):
-        ranks.load()
-
-
-def test_a_stop_is_sent_once(connected: Connected) -> None:
-    ready(connected)
-    ranks = connected.ranks()
-    ranks.stop()
-    connected.head.send(
-        UserLine("one"), UserLine("two"), RanksFailed(Failure(error="RunError", message=Wording("stopped")))
-    )
-    with pytest.raises(RunError, match="stopped"):
-        ranks.profile()
-    ranks.close()
-    got: list[FromFrontEnd] = []
-    while (more := connected.head.receive(20)) is not None:
-        got += more
-    assert got == [Interrupt(), EndRanks()]
-
-
-def test_the_head_says_every_second_that_it_is_there(connected: Connected) -> None:
-    front_end = FrontEnd(connected.head, "rank 0 (here)")
-    got: list[FromHead] = []
-    while len(got) < 3:
-        got += connected.front_end.receive(20) or []
-    assert [type(message).__name__ for message in got] == ["Ready", "Alive", "Alive"]
-    connected.front_end.send(Interrupt())
-    connected.front_end.close()
-    wait_for(lambda: front_end.has_left)
-    with pytest.raises(RunError, match="stopped before all was measured"):
-        front_end.attend()
-    front_end.close()

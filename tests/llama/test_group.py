@@ -204,13 +204,13 @@ def test_saved_states(folder: Path) -> None:
         pipeline.decode(run_of(1, range(5, 25), 0))
         (group,) = pipeline.groups
         assert group
-        states = [stage.state(0, 0, 20) for stage in group.stages]
+        states = [stage.states.read(0, 0, 20) for stage in group.stages]
         expected = pipeline.decode(after)
     with Pipeline(path, context=CONTEXT, shares=[(1, 1)], saves_states=True) as pipeline:
         (group,) = pipeline.groups
         assert group
         for stage, state in zip(group.stages, states, strict=True):
-            stage.put_state(state, 0)
+            stage.states.append(state, 0)
         np.testing.assert_array_equal(pipeline.decode(after), expected)
 
 
