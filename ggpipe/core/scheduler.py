@@ -29,9 +29,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ggpipe.core.admission import Admission
 from ggpipe.core.batching import frontier
-from ggpipe.core.batching.payoff import Payoff
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows
-from ggpipe.core.draft_messages import Accepted, DrafterMessage, EndDrafting, MicroBatch
+from ggpipe.core.batching.run_parts import part_of
+from ggpipe.core.batching.steering import Steering
+from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters.base import TextDrafter
 from ggpipe.core.dropped_rows import DeadRow
 from ggpipe.core.events import (
@@ -55,9 +56,9 @@ from ggpipe.core.events import (
     Tick,
     ToDrafter,
 )
-from ggpipe.core.in_flight import InFlight, RunPart, cancel_action, records_of
+from ggpipe.core.in_flight import InFlight, cancel_action, records_of
 from ggpipe.core.kv.prefix_cache import PrefixCache
-from ggpipe.core.messages import LogitsRequest, Row, RowLogits, RunResult, Save
+from ggpipe.core.messages import LogitsRequest, RowLogits, RunResult, Save
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.request_state import Phase, PrefixState, RequestState, SequenceState
@@ -74,20 +75,17 @@ class Scheduler:
         restored: tuple[int, ...] | None = None,
         text_drafters: Mapping[int, TextDrafter] | None = None,
     ) -> None:
-        """`restored`: as of `PrefixCache`. `text_drafters`: the drafters that need no model, by their ids. The
-        scheduler asks them itself, so that their draft tokens go in with the root that they follow; all others are
-        steered by actions."""
+        """`restored`: see `PrefixCache`. `text_drafters`: see `Steering`."""
         self._limits = limits
         self._in_flight: InFlight[SequenceState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
-        self._payoff = Payoff()
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, restored)
-        self._text_drafters = text_drafters or {}
-        self._admission = Admission(limits, self._prefixes, self._text_drafters)
+        self._admission = Admission(limits, self._prefixes, text_drafters or {})
         self._states = self._admission.states
         self._pipeline = PipelineState(limits, self._in_flight, self._admission)
+        self._steering = Steering(self._pipeline, text_drafters or {})
         self._now = 0.0
         self._wake_at: float | None = None
-        self._to_drafters: list[SchedulerAction] = []
+        self._to_drafters: list[ToDrafter] = []
 
     def handle(self, event: SchedulerEvent, now: float) -> list[SchedulerAction]:
         """Take in one event that happened at `now` (seconds, any clock that does not go back).
@@ -120,8 +118,11 @@ class Scheduler:
             case ErasePrefix(order_id, tokens):
                 self._prefixes.erase(tokens)
                 actions.append(PrefixDone(order_id))
-            case PrefixDone():
-                self._transferred(event, actions)
+            case PrefixDone(request_id):
+                prefix = self._states[request_id]
+                assert isinstance(prefix, PrefixState)
+                prefix.transferred(event)
+                self._close(prefix, actions)
             case StopRequest(request_id):
                 self._stop(request_id, actions)
         self._fill(actions)
@@ -187,16 +188,16 @@ class Scheduler:
         state = self._states.get(request_id)
         return state if isinstance(state, RequestState) and state.is_open else None
 
+    def _open_states(self) -> list[SequenceState]:
+        return [state for state in self._states.values() if state.is_open]
+
     def _admit(self, actions: list[SchedulerAction]) -> None:
         for state in self._admission.admit():
             state.admitted_at = self._now
             if isinstance(state, PrefixState):
                 self._transfer(state, actions)
             elif isinstance(state, RequestState) and state.request.drafts:
-                self._set_look_aheads(state)
-                for drafter, known in state.drafters:
-                    known.told_look_ahead = known.look_ahead
-                    self._tell(state, drafter, state.begin(self._limits.n_ctx, known.look_ahead), actions)
+                actions += self._steering.begin(state, self._limits.n_ctx, self._open_states())
 
     def _transfer(self, state: PrefixState, actions: list[SchedulerAction]) -> None:
         """Have all stages write a prefix to disk, or read it from there, if that is possible now."""
@@ -204,24 +205,6 @@ class Scheduler:
             state.enter(Phase.TRANSFER)
             self._admission.make_room()
             actions.append(self._in_flight.submit_save(state, state.transfer, self._now))
-
-    def _transferred(self, done: PrefixDone, actions: list[SchedulerAction]) -> None:
-        state = self._states[done.request]
-        assert isinstance(state, PrefixState)
-        state.transferred(done)
-        self._close(state, actions)
-
-    def _set_look_aheads(self, state: RequestState) -> None:
-        """How far each drafter may be ahead of the root from now on."""
-        others = [other for other in self._states.values() if other.is_open and other is not state]
-        for number, drafter in state.drafters:
-            drafter.is_paused = state.overlaps and self._payoff.is_paused(number, len(others) + 1)
-            if drafter.answers_at_once:
-                drafter.look_ahead = frontier.look_ahead_at_once(self._pipeline, state, others)
-            elif drafter.is_paused:
-                drafter.look_ahead = 0
-            else:
-                drafter.look_ahead = frontier.look_ahead(self._pipeline, state, drafter.calibration, others)
 
     def _stop(self, number: int, actions: list[SchedulerAction]) -> None:
         match self._states.get(number):
@@ -250,8 +233,7 @@ class Scheduler:
         if isinstance(state, RequestState):
             if state.request.saves == "text" and is_kept and len(computed) > state.counters.cached_tokens:
                 self._save(state, computed, actions)
-            for drafter, _ in state.drafters:
-                self._tell(state, drafter, EndDrafting(state.id), actions)
+            actions += self._steering.end(state)
         self._cancel(self._in_flight.leave(state), actions)
         self._end_if_drained(state, actions)
 
@@ -296,52 +278,23 @@ class Scheduler:
                 state.is_saved = True
                 self._save(state, state.prompt[:-1], actions)
         logits_requests: dict[LogitsRequest, int] = {}
-        parts = [part for scheduled in schedule if (part := self._part(scheduled, logits_requests)) is not None]
+        parts = []
+        for scheduled in schedule:
+            if scheduled.n_prompt:
+                self._prefixes.checkpoint(scheduled.state.prefix, scheduled.state.n_past)
+            if (part := part_of(scheduled, self._in_flight.next_run, logits_requests)) is not None:
+                parts.append(part)
         if not parts:
             return False
         self._admission.make_room()
         self._pipeline.submitted(parts, only_one=len(parts) == len(self._states) == 1)
-        kept = [state.oldest_run for state in self._states.values() if state.is_open and state.keeps]
+        kept = (state.oldest_run for state in self._open_states() if state.keeps)
         kept_from = min((run for run in kept if run is not None), default=None)
         actions.append(self._in_flight.submit(parts, tuple(logits_requests), self._now, kept_from))
         for part in parts:
             if isinstance(part.owner, PrefixState):
                 self._transfer(part.owner, actions)
         return True
-
-    def _part(
-        self, scheduled: ScheduledRows, logits_requests: dict[LogitsRequest, int]
-    ) -> RunPart[SequenceState] | None:
-        state, tree = scheduled.state, scheduled.state.tree
-        end, nodes, most = state.prompt_end(scheduled.n_prompt), scheduled.nodes, scheduled.most
-        takes_root = bool(most) and not tree.root.submitted
-        if scheduled.n_prompt:
-            self._prefixes.checkpoint(state.prefix, state.n_past)
-        if scheduled.n_prompt and end == len(state.prompt) and isinstance(state, RequestState):
-            end, nodes, most, takes_root = end - 1, (tree.root,), 1, True
-            state.enter(Phase.DECODING)
-        own_seqs: tuple[int, ...] = (tree.seq,)
-        cells = [(state.prompt[i], i, own_seqs) for i in range(state.n_past, end)]
-        again = state.again if takes_root else ()
-        cells += [(token, tree.root.pos - len(again) + i, own_seqs) for i, token in enumerate(again)]
-        state.n_past = max(state.n_past, end)
-        placed = tree.place(nodes, self._in_flight.next_run, most)
-        cells += [(node.token, node.pos, tuple(sorted(node.seqs))) for node in placed]
-        rows, latest, index = [], None, -1
-        for token, pos, seqs in cells:
-            if (logits_request := state.logits_request_at(pos)) is not latest:
-                latest, index = logits_request, -1
-                if logits_request is not None:
-                    index = logits_requests.setdefault(logits_request, len(logits_requests))
-            rows.append(Row(token=token, pos=pos, seqs=seqs, request=state.id, logits_request=index))
-        if not rows:
-            return None
-        n_draft_tokens = len(placed) - (tree.root in placed)
-        state.counters.submitted(node.depth for node in placed if node is not tree.root)
-        state.counters.speculative_runs += n_draft_tokens > 0
-        return RunPart(
-            owner=state, request=state.id, rows=rows, nodes=placed, n_draft_tokens=n_draft_tokens, n_again=len(again)
-        )
 
     def _run_ended(self, result: RunResult, actions: list[SchedulerAction]) -> None:
         run = self._in_flight.end(result)
@@ -437,45 +390,11 @@ class Scheduler:
             self._cancel(self._in_flight.drop(state, dead), actions, state, dead)
             self._sample(state, actions)
             if state.phase is Phase.DECODING and state.request.drafts:
-                self._weigh_drafters(state)
-                self._inform_drafters(state)
+                self._to_drafters += self._steering.accepted(state, self._open_states())
         self._admit(actions)  # rejected draft tokens may have held the cells that the next request needs
-
-    def _inform_drafters(self, state: RequestState) -> None:
-        state.drafters.root_sent(self._now)
-        self._set_look_aheads(state)
-        for drafter, known in state.drafters:
-            if known.is_paused:
-                state.counters.paused(drafter)
-            if known.is_steered:
-                tokens, rows = tuple(state.output[known.n_told :]), tuple(state.sampled_from[known.n_told :])
-                known.n_told, known.told_look_ahead = state.epoch, known.look_ahead
-                accepted = Accepted(state.id, state.epoch, tokens, known.look_ahead, rows)
-                self._tell(state, drafter, accepted, self._to_drafters)
-
-    def _weigh_drafters(self, state: RequestState) -> None:
-        """Learn how fast tokens come with the draft models that draft now."""
-        n_accepted, state.n_weighed = state.epoch - state.n_weighed, state.epoch
-        with_model = [drafter for drafter, known in state.drafters if not known.answers_at_once]
-        served = [other for other in self._states.values() if other.is_open]
-        alike = all(
-            isinstance(other, RequestState) and other.overlaps and other.phase is not Phase.PREFILL for other in served
-        )
-        if with_model:
-            named_by = {proposal.drafter for proposal in state.tree.root.proposals}
-            requests = [other.id for other in served] if alike else ()
-            self._payoff.accepted(n_accepted, self._now, requests, with_model, named_by, self._pipeline.cost)
-
-    def _tell(self, state: RequestState, drafter: int, message: DrafterMessage, actions: list[SchedulerAction]) -> None:
-        """Tell a drafter of a request; one that needs no model answers at once."""
-        if (text_drafter := self._text_drafters.get(drafter)) is None:
-            actions.append(ToDrafter(drafter, message))
-            return
-        for micro_batch in text_drafter.answer(message):
-            state.add(micro_batch, self._now)
 
     def _drafted(self, micro_batch: MicroBatch) -> None:
         if (state := self._open(micro_batch.request)) is not None:
             state.add(micro_batch, self._now)
             if micro_batch.expansions:
-                self._payoff.drafted(micro_batch.drafter)
+                self._steering.drafted(micro_batch.drafter)

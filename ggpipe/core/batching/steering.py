@@ -1,0 +1,93 @@
+"""What the head tells drafters: tokens that were accepted, and how far ahead of them to draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ggpipe.core.batching import frontier
+from ggpipe.core.batching.payoff import Payoff
+from ggpipe.core.batching.pipeline_state import PipelineState
+from ggpipe.core.draft_messages import Accepted, DrafterMessage, EndDrafting
+from ggpipe.core.drafters.base import TextDrafter
+from ggpipe.core.events import ToDrafter
+from ggpipe.core.request_state import Phase, RequestState, SequenceState
+
+
+class Steering:
+    """Steers the drafters of all requests. Drafters that need no model answer at once; for others, it returns
+    messages."""
+
+    def __init__(self, pipeline: PipelineState, text_drafters: Mapping[int, TextDrafter]) -> None:
+        """`text_drafters`: the drafters that need no model, by their ids. Their draft tokens go in with the root that
+        they follow."""
+        self._pipeline = pipeline
+        self._text_drafters = text_drafters
+        self._payoff = Payoff()
+
+    def begin(self, state: RequestState, n_ctx: int, served: Sequence[SequenceState]) -> list[ToDrafter]:
+        """A request begins, in a context of that size. `served`: all requests that are open, itself included."""
+        self._set_look_aheads(state, served)
+        messages: list[ToDrafter] = []
+        for drafter, known in state.drafters:
+            known.told_look_ahead = known.look_ahead
+            self._tell(state, drafter, state.begin(n_ctx, known.look_ahead), messages)
+        return messages
+
+    def accepted(self, state: RequestState, served: Sequence[SequenceState]) -> list[ToDrafter]:
+        """A request has its next root."""
+        self._weigh(state, served)
+        state.drafters.root_sent(self._pipeline.now)
+        self._set_look_aheads(state, served)
+        messages: list[ToDrafter] = []
+        for drafter, known in state.drafters:
+            if known.is_paused:
+                state.counters.paused(drafter)
+            if known.is_steered:
+                tokens, rows = tuple(state.output[known.n_told :]), tuple(state.sampled_from[known.n_told :])
+                known.n_told, known.told_look_ahead = state.epoch, known.look_ahead
+                accepted = Accepted(state.id, state.epoch, tokens, known.look_ahead, rows)
+                self._tell(state, drafter, accepted, messages)
+        return messages
+
+    def drafted(self, drafter: int) -> None:
+        """A drafter sent draft tokens."""
+        self._payoff.drafted(drafter)
+
+    def end(self, state: RequestState) -> list[ToDrafter]:
+        """A request is over."""
+        messages: list[ToDrafter] = []
+        for drafter, _ in state.drafters:
+            self._tell(state, drafter, EndDrafting(state.id), messages)
+        return messages
+
+    def _set_look_aheads(self, state: RequestState, served: Sequence[SequenceState]) -> None:
+        """How far each drafter may be ahead of the root from now on."""
+        others = [other for other in served if other is not state]
+        for number, drafter in state.drafters:
+            drafter.is_paused = state.overlaps and self._payoff.is_paused(number, len(others) + 1)
+            if drafter.answers_at_once:
+                drafter.look_ahead = frontier.look_ahead_at_once(self._pipeline, state, others)
+            elif drafter.is_paused:
+                drafter.look_ahead = 0
+            else:
+                drafter.look_ahead = frontier.look_ahead(self._pipeline, state, drafter.calibration, others)
+
+    def _weigh(self, state: RequestState, served: Sequence[SequenceState]) -> None:
+        """Learn how fast tokens come with the draft models that draft now."""
+        n_accepted, state.n_weighed = state.epoch - state.n_weighed, state.epoch
+        with_model = [drafter for drafter, known in state.drafters if not known.answers_at_once]
+        if not with_model:
+            return
+        alike = all(
+            isinstance(other, RequestState) and other.overlaps and other.phase is not Phase.PREFILL for other in served
+        )
+        named_by = {proposal.drafter for proposal in state.tree.root.proposals}
+        requests = [other.id for other in served] if alike else ()
+        self._payoff.accepted(n_accepted, self._pipeline.now, requests, with_model, named_by, self._pipeline.cost)
+
+    def _tell(self, state: RequestState, drafter: int, message: DrafterMessage, messages: list[ToDrafter]) -> None:
+        if (text_drafter := self._text_drafters.get(drafter)) is None:
+            messages.append(ToDrafter(drafter, message))
+            return
+        for micro_batch in text_drafter.answer(message):
+            state.add(micro_batch, self._pipeline.now)
