@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fakes import FakeCache, Tokens
+from support.fake_cache import FakeCache
+from support.fake_model import Tokens
 
 from ggpipe.core.kv.prefix_cache import PrefixCache
 from ggpipe.core.kv.radix_tree import Prefix

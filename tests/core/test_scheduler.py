@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.fakes import END
+from support.fake_model import END
 from support.heads import Head, opened
 from support.requests import changed, core_request
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.fakes import Tokens
+from support.fake_model import Tokens
 from support.heads import Head, opened
 from support.requests import core_request
 

@@ -11,7 +11,7 @@ import llama_cpp
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.fakes import cut_as_libllama
+from support.fake_pipeline import cut_as_libllama
 from support.heads import opened
 from support.requests import core_request
 from support.zoo import ggml_base, make

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from support.fakes import FakeCache, Tokens
+from support.fake_cache import FakeCache
+from support.fake_model import Tokens
 
 from ggpipe.core.messages import KvKind, KvOp, Row
 from ggpipe.core.sequence_ids import SequenceIds

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 import pytest
-from support.commands import TARGET
 
-from ggpipe.config.model import ModelConfig
 from ggpipe.core.prompt import ToolChoice
 from ggpipe.core.request import Token
-from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.guided_grammar import GuidanceVocab, GuidedGrammar
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.chat.answer import AnswerFormat, WholeAnswer, whole_answer
@@ -74,20 +71,6 @@ TEXTS = {
     Form.LLAMA: f'{{"name": "look", "parameters": {ARGUMENTS}}}',
     Form.JSON: f'{{"name": "look", "arguments": {ARGUMENTS}}}\n{{"name": "wait", "arguments": {{}}}}',
 }
-
-
-@pytest.fixture(scope="module")
-def vocab() -> Iterator[Vocab]:
-    vocab = Vocab(ModelFile.open(TARGET), ModelConfig(path=TARGET))
-    yield vocab
-    vocab.close()
-
-
-@pytest.fixture(scope="module")
-def guidance(vocab: Vocab) -> Iterator[GuidanceVocab]:
-    guidance = GuidanceVocab(vocab)
-    yield guidance
-    guidance.close()
 
 
 PLAIN = Marks({})

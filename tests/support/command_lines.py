@@ -21,3 +21,13 @@ def command_named(name: str) -> Command:
 def options(words: Sequence[str], command: str = "generate") -> Options:
     """The options of `ggpipe COMMAND WORDS`. Raises UsageError."""
     return parse(command_named(command), OPTIONS, words)
+
+
+def options_of(line: str, command: str = "generate") -> Options:
+    """The options of `ggpipe COMMAND LINE`, whose words are divided at spaces. Raises UsageError."""
+    return options(line.split(), command)
+
+
+def given(line: str) -> Options:
+    """The options of `ggpipe generate -m m.gguf LINE`. Raises UsageError."""
+    return options_of(f"-m m.gguf {line}")

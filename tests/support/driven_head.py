@@ -18,7 +18,8 @@ from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun, Tick
 from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run, StateRef
 from ggpipe.core.request import Limits
 from support.fake_drafts import FakeDraftModel
-from support.fakes import FakeModel, FakePipeline, Tokens
+from support.fake_model import FakeModel, Tokens
+from support.fake_pipeline import FakePipeline
 
 HORIZON = 8
 MODES = (

@@ -16,7 +16,8 @@ from ggpipe.core.drafters.ngram import Ngrams
 from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun, Tick
 from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run
 from ggpipe.core.request import Limits
-from support.fakes import NO_FILES, FakeModel, FakePipeline, Move, Restored, Tokens, chance, is_below
+from support.fake_model import FakeModel, Tokens, chance, is_below
+from support.fake_pipeline import NO_FILES, FakePipeline, Move, Restored
 
 
 @dataclass(frozen=True)

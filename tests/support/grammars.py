@@ -11,6 +11,9 @@ from typing import Any
 
 import jsonschema
 
+from ggpipe.llama.guided_grammar import GuidanceVocab, GuidedGrammar
+from ggpipe.text.grammar.check import Constraint, check
+
 
 @dataclass(frozen=True)
 class Case:
@@ -237,3 +240,10 @@ def fits(text: str, schema: Any) -> bool:
     """A text is JSON, and fits a schema."""
     checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
     return bool(checker.is_valid(json.loads(text, strict=True)))
+
+
+def guided(schema: Any, guidance: GuidanceVocab) -> GuidedGrammar:
+    """The grammar of a JSON schema."""
+    checked = check(Constraint(json_schema=json.dumps(schema)))
+    assert not checked.problem
+    return guidance.matcher(checked.lark)

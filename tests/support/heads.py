@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ggpipe.core.draft_messages import MicroBatch
-from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.events import (
     Arrived,
     CancelRuns,
@@ -32,28 +30,15 @@ from ggpipe.core.events import (
     ToDrafter,
 )
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Restore, Row, RowLogits, Run, RunRecord
-from ggpipe.core.prefixes import ErasePrefix, PrefixDone, PrefixOrder, SavePrefix
+from ggpipe.core.prefixes import ErasePrefix, PrefixDone, PrefixOrder
 from ggpipe.core.request import Finish, Limits, Request
 from ggpipe.core.request_state import RequestState
 from ggpipe.core.scheduler import Scheduler
 from support.fake_drafts import Adversary, AnyDraft, RealDraft, TextDraft
-from support.fakes import (
-    END,
-    NO_FILES,
-    Dropping,
-    FakeModel,
-    FakePipeline,
-    Move,
-    Restored,
-    Tokens,
-    chance,
-    cut_as_libllama,
-    is_below,
-    restorable,
-)
+from support.fake_model import END, FakeModel, Tokens, chance, is_below
+from support.fake_pipeline import NO_FILES, Dropping, FakePipeline, Move, Restored, cut_as_libllama, restorable
+from support.own_calibrations import OwnCalibrations
 from support.seen import Seen, SeenOrder
-
-SOME_PROBS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.98, 1.0)
 
 
 class Head:
@@ -73,8 +58,6 @@ class Head:
         self.limits, self.model = limits, model
         self.drafts = {draft.id: draft for draft in drafts}
         text_drafters = {draft.id: draft for draft in drafts if isinstance(draft, TextDraft)}
-        for text_draft in text_drafters.values():
-            text_draft.answered = self._note_probs
         self.scheduler = Scheduler(limits, restored.tokens, text_drafters)
         n_rows = min(limits.n_batch, limits.n_ubatch)
         self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, n_rows, self._answer, hybrid, drops)
@@ -86,10 +69,9 @@ class Head:
         self.orders: dict[int, SeenOrder] = {}
         self.transfers: list[Run] = []
         """Those that save or restore prefixes."""
-        self.probs: dict[tuple[int, int, int], float] = {}
-        """(request, drafter, number of a draft token) -> its probability, as the drafter sent it."""
-        self.calibrations: dict[tuple[int, int], Calibration] = collections.defaultdict(Calibration)
-        """(request, drafter) -> what its own probabilities alone say of it."""
+        self.calibrations = OwnCalibrations()
+        for text_draft in text_drafters.values():
+            text_draft.answered = self.calibrations.note
         self.fetched: set[tuple[int, int]] = set()
         """Requests, and how many tokens were sampled when a whole row came."""
         self.kept_from = 0
@@ -204,27 +186,9 @@ class Head:
         token = sample.row.ids[self.model.rank(sample.request, seen.n_sampled)]
         seen.n_sampled += 1
         seen.ended = seen.ended or (token == END and not seen.stopped)
-        if token != END:
-            self._judge(sample.request, token)
+        if token != END and self._is_open(sample.request):
+            self.calibrations.judge(sample.request, self.state(sample.request), token)
         self.handle(Sampled(sample.request, token, token == END, self._want(seen)))
-
-    def _note_probs(self, batch: MicroBatch) -> None:
-        for expansion in batch.expansions:
-            for i, (_, prob) in enumerate(expansion.candidates[: expansion.n]):
-                self.probs[batch.request, batch.drafter, expansion.first + i] = prob
-
-    def _judge(self, request: int, token: int) -> None:
-        if not self._is_open(request):
-            return
-        named: dict[int, list[tuple[float, bool]]] = collections.defaultdict(list)
-        for node in self.state(request).tree.root.children.values():
-            for proposal in node.proposals:
-                prob = self.probs[request, proposal.drafter, proposal.number]
-                named[proposal.drafter].append((prob, node.token == token))
-        for drafter, tokens in named.items():
-            best = max(range(len(tokens)), key=lambda i: tokens[i][0])
-            for i, (prob, is_right) in enumerate(tokens):
-                self.calibrations[request, drafter].judged(prob, is_right, is_best=i == best)
 
     def _needs_row(self, seen: Seen) -> bool:
         """Some requests need whole rows for some of their tokens."""
@@ -249,7 +213,7 @@ class Head:
     def handle(self, event: SchedulerEvent) -> None:
         self.now += 0.001
         if isinstance(event, Drafted):
-            self._note_probs(event.micro_batch)
+            self.calibrations.note(event.micro_batch)
         for action in self.scheduler.handle(event, self.now):
             self._act(action)
         self.scheduler.validate()
@@ -315,31 +279,14 @@ class Head:
         fresh = False
         for request in {row.request for row in run.rows}:
             if request in self.orders:
-                self._order_computed(self.orders[request], run)
+                self.orders[request].computed(run)
                 continue
             seen = self.seen[request]
-            seen.runs.append(run)
             assert not self._is_over(seen) or not seen.text
             histories = [history for of, history in self.pipeline.rows_of[run.id] if of == request]
-            assert all(seen.lives(history) for history in histories), "a token that is known to be rejected"
-            draft_tokens = [history for history in histories if len(history) > len(seen.tokens)]
-            assert len(draft_tokens) <= seen.request.speculation.most_drafted
-            for row, history in zip((row for row in run.rows if row.request == request), histories, strict=True):
-                is_replayed = row.pos in seen.request.wanted
-                is_again = len(seen.request.prompt) <= len(history) < len(seen.tokens)
-                is_wanted = len(history) >= len(seen.request.prompt) and not is_again
-                assert (row.logits_request >= 0) == (is_replayed or is_wanted)
-            if seen.request.n_predict > 0:
-                assert len(histories[-1]) < len(seen.request.prompt) + seen.request.n_predict
+            seen.submitted(run, histories)
             fresh = fresh or (bool(seen.text) and seen.tokens in histories)
         assert fresh or len(self.pipeline.live) <= self.limits.n_in_flight, "too much in flight"
-
-    def _order_computed(self, seen: SeenOrder, run: Run) -> None:
-        rows = [row for row in run.rows if row.request == seen.order.id]
-        assert isinstance(seen.order, SavePrefix)
-        assert all(row.logits_request < 0 for row in rows), "nothing is sampled"
-        assert rows[0].pos == seen.n_positions or not seen.n_runs
-        seen.n_positions, seen.n_runs = rows[-1].pos + 1, seen.n_runs + 1
 
     def _order_done(self, seen: SeenOrder, done: PrefixDone) -> None:
         assert seen.done is None
@@ -357,11 +304,7 @@ class Head:
         if request in self.orders:
             self.orders[request].n_done += 1
             return
-        (run,) = (run for run in self.seen[request].runs if run.id == record.id)
-        assert record.n_rows == sum(row.request == request for row in run.rows)
-        assert record.n_run_rows == len(run.rows)
-        assert record.n_draft_tokens <= record.n_rows
-        self.seen[request].n_done += 1
+        self.seen[request].run_done(record)
 
     def _is_over(self, seen: Seen) -> bool:
         full = len(seen.tokens) > self.limits.n_ctx
@@ -387,22 +330,8 @@ class Head:
     def _check_request(self, seen: Seen) -> None:
         if seen.finish is not None or seen.request.id not in self.scheduler._states:
             return
-        counters = self.scheduler.counters(seen.request.id)
-        assert counters.accepted_tokens == seen.n_drafted
-        assert counters.accepted_tokens <= counters.submitted_tokens <= counters.drafted_tokens
-        assert counters.verified_runs <= counters.speculative_runs
-        by_lead = counters.by_lead
-        assert all(lead > 0 and accepted <= submitted for lead, (submitted, accepted) in by_lead.items())
-        assert sum(submitted for submitted, _ in by_lead.values()) == counters.submitted_tokens
-        assert sum(accepted for _, accepted in by_lead.values()) == counters.accepted_tokens
-        assert sum(counters.rejected_rows.values()) <= counters.submitted_tokens - counters.accepted_tokens
-        assert counters.cancelled_tokens <= counters.submitted_tokens
-        for drafter, known in self.state(seen.request.id).drafters:
-            own = self.calibrations[seen.request.id, drafter]
-            assert known.calibration.n_judged == own.n_judged
-            assert [known.calibration.probability(prob) for prob in SOME_PROBS] == [
-                own.probability(p) for p in SOME_PROBS
-            ]
+        seen.check_counters(self.scheduler.counters(seen.request.id))
+        self.calibrations.check(seen.request.id, self.state(seen.request.id))
 
     def _check_runs(self) -> None:
         kept: list[int] = []
@@ -444,9 +373,7 @@ class Head:
                 return
         if request.embeds and reason is not Finish.STOPPED:
             assert seen.n_replayed == len(request.wanted) + 1
-        n_prompt = len(request.prompt)
-        rows = [[row for row in run.rows if row.request == request.id] for run in seen.runs]
-        lengths = [n for n in (sum(row.pos < n_prompt for row in of_run) for of_run in rows) if n]
+        n_prompt, lengths = len(request.prompt), seen.chunks
         if in_company or seen.counters.cached_tokens or not self.limits.partial_prefixes:
             assert sum(lengths) == n_prompt - seen.counters.cached_tokens or seen.stopped
         else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ggpipe.core.messages import Run
-from ggpipe.core.prefixes import PrefixDone, PrefixOrder
+from ggpipe.core.messages import Run, RunRecord
+from ggpipe.core.prefixes import PrefixDone, PrefixOrder, SavePrefix
 from ggpipe.core.request import Counters, Finish, Request
-from support.fakes import Tokens
+from support.fake_model import Tokens
 
 
 @dataclass
@@ -29,6 +29,14 @@ class SeenOrder:
         """It is part of the prefix."""
         assert history == self.order.tokens[: len(history)]
         return True
+
+    def computed(self, run: Run) -> None:
+        """A run has rows of it."""
+        rows = [row for row in run.rows if row.request == self.order.id]
+        assert isinstance(self.order, SavePrefix)
+        assert all(row.logits_request < 0 for row in rows), "nothing is sampled"
+        assert rows[0].pos == self.n_positions or not self.n_runs
+        self.n_positions, self.n_runs = rows[-1].pos + 1, self.n_runs + 1
 
 
 @dataclass
@@ -65,3 +73,44 @@ class Seen:
         """It is part of the text, or may become so."""
         n = min(len(history), len(self.tokens))
         return history[:n] == self.tokens[:n]
+
+    @property
+    def chunks(self) -> list[int]:
+        """Rows of the prompt in each run that has any."""
+        n_prompt = len(self.request.prompt)
+        rows = [[row for row in run.rows if row.request == self.request.id] for run in self.runs]
+        return [n for n in (sum(row.pos < n_prompt for row in of_run) for of_run in rows) if n]
+
+    def submitted(self, run: Run, histories: list[Tokens]) -> None:
+        """A run has rows of it. `histories`: the tokens up to each of them."""
+        self.runs.append(run)
+        assert all(self.lives(history) for history in histories), "a token that is known to be rejected"
+        draft_tokens = [history for history in histories if len(history) > len(self.tokens)]
+        assert len(draft_tokens) <= self.request.speculation.most_drafted
+        for row, history in zip((row for row in run.rows if row.request == self.request.id), histories, strict=True):
+            is_replayed = row.pos in self.request.wanted
+            is_again = len(self.request.prompt) <= len(history) < len(self.tokens)
+            is_wanted = len(history) >= len(self.request.prompt) and not is_again
+            assert (row.logits_request >= 0) == (is_replayed or is_wanted)
+        if self.request.n_predict > 0:
+            assert len(histories[-1]) < len(self.request.prompt) + self.request.n_predict
+
+    def run_done(self, record: RunRecord) -> None:
+        """The scheduler says that a run of it ended."""
+        (run,) = (run for run in self.runs if run.id == record.id)
+        assert record.n_rows == sum(row.request == self.request.id for row in run.rows)
+        assert record.n_run_rows == len(run.rows)
+        assert record.n_draft_tokens <= record.n_rows
+        self.n_done += 1
+
+    def check_counters(self, counters: Counters) -> None:
+        """What the scheduler has counted so far."""
+        assert counters.accepted_tokens == self.n_drafted
+        assert counters.accepted_tokens <= counters.submitted_tokens <= counters.drafted_tokens
+        assert counters.verified_runs <= counters.speculative_runs
+        by_lead = counters.by_lead
+        assert all(lead > 0 and accepted <= submitted for lead, (submitted, accepted) in by_lead.items())
+        assert sum(submitted for submitted, _ in by_lead.values()) == counters.submitted_tokens
+        assert sum(accepted for _, accepted in by_lead.values()) == counters.accepted_tokens
+        assert sum(counters.rejected_rows.values()) <= counters.submitted_tokens - counters.accepted_tokens
+        assert counters.cancelled_tokens <= counters.submitted_tokens

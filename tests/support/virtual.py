@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 from ggpipe.cluster.links import Link, Overheads
@@ -24,6 +24,7 @@ from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualCluster, 
 from ggpipe.stats.records import RequestStats
 
 ITERATIVE, SPECULATIVE, ASYNC = (SpeculationConfig(mode=mode) for mode in ("iterative", "speculative", "async"))
+CHAINS = replace(ASYNC, policy="thresholds")
 NO_OVERHEADS = Overheads(**dict.fromkeys(Overheads.__dataclass_fields__, 0.0))
 FAST = Link(1e-6, 1e15)
 

@@ -1,7 +1,6 @@
-"""Models, KV caches and pipelines for tests of the core: no libllama, no time, every step on demand.
+"""Pipelines for tests of the core: no libllama, no time, every step on demand.
 
-The caches keep libllama's rules and break the test where libllama would refuse a batch. The models see what lies in
-the cache of the last stage, so a cache that is out of step gives a wrong text.
+The models see what lies in the cache of the last stage, so a cache that is out of step gives a wrong text.
 """
 
 from __future__ import annotations
@@ -9,183 +8,17 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ggpipe.core.dropped_rows import DeadRow, kept
 from ggpipe.core.events import CancelRuns
-from ggpipe.core.kv.prefix_cache import RESTORED
-from ggpipe.core.messages import KvKind, KvOp, LogitsRequest, Restore, Row, RowLogits, Run, RunResult, Save, Span
-from ggpipe.core.request import Finish
+from ggpipe.core.messages import LogitsRequest, Restore, Row, RowLogits, Run, RunResult, Save, Span
+from support.fake_cache import FakeCache
+from support.fake_model import Tokens, chance
 
-END = 0  # the token that ends a text
-
-Tokens = tuple[int, ...]
 Move = tuple[str, Callable[[], None]]
 """Something that may happen next: what it is, and how to let it happen."""
-
-
-def is_below(path: Tokens, text: Tokens) -> bool:
-    """It begins with the text, and goes on."""
-    return len(path) > len(text) and path[: len(text)] == text
-
-
-def chance(*what: object) -> int:
-    """A number that depends on its arguments and on nothing else."""
-    return zlib.crc32(repr(what).encode())
-
-
-@dataclass(frozen=True)
-class FakeModel:
-    """Its logits are a hash of all tokens before; a small vocabulary ends texts soon."""
-
-    n_vocab: int
-    seed: int = 0
-    draws: bool = False
-    """The next token is drawn, from the best three: by the request and the number of its tokens, as a sampler does."""
-
-    def ranking(self, history: Tokens, n: int) -> Tokens:
-        """The best `n` tokens."""
-        best = chance(self.seed, history)
-        return tuple((best + i) % self.n_vocab for i in range(min(n, self.n_vocab)))
-
-    def rank(self, request: int, n_accepted: int) -> int:
-        """Which of the best tokens is drawn."""
-        return chance(self.seed, request, n_accepted) % min(3, self.n_vocab) if self.draws else 0
-
-    def next(self, request: int, history: Tokens, n_prompt: int) -> int:
-        return self.ranking(history, 3)[self.rank(request, len(history) - n_prompt)]
-
-    def text(self, request: int, prompt: Tokens, n_predict: int, n_ctx: int) -> tuple[list[int], Finish]:
-        """What plain decoding gives, one token after the other, and why it ends. The end token is not part of it."""
-        tokens = prompt
-        while len(tokens) - len(prompt) != n_predict:
-            if len(tokens) > n_ctx:  # the last token has no cell to be computed in
-                return list(tokens[len(prompt) :]), Finish.CONTEXT_FULL
-            token = self.next(request, tokens, len(prompt))
-            if token == END:
-                return list(tokens[len(prompt) :]), Finish.END_OF_TEXT
-            tokens += (token,)
-        return list(tokens[len(prompt) :]), Finish.LENGTH
-
-
-@dataclass(eq=False)
-class Cell:
-    token: int
-    pos: int
-    seqs: set[int]
-
-
-class FakeCache:
-    """A unified KV cache: cells that hold a token at a position for a set of sequences.
-
-    That of a hybrid model also holds a state for each sequence: the tokens that it has read. A copy copies the state as
-    it is, whatever the positions; it cannot forget a part of what its state has read, and an abort leaves that broken.
-    """
-
-    def __init__(self, n_ctx: int, n_seq: int, hybrid: bool = False) -> None:
-        self.n_ctx, self.n_seq, self.hybrid = n_ctx, n_seq, hybrid
-        self.cells: set[Cell] = set()
-        self._sequences: dict[int, dict[int, Cell]] = collections.defaultdict(dict)
-        self._states: dict[int, Tokens | None] = {}
-        """None: broken."""
-
-    def apply(self, op: KvOp) -> None:
-        """As `llama_memory_seq_rm` and `_cp`."""
-        assert 0 <= op.seq < self.n_seq
-        p0, p1 = max(op.p0, 0), op.p1 if op.p1 >= 0 else math.inf
-        match op.kind:
-            case KvKind.RM:
-                self._remove(op.seq, p0, p1)
-            case KvKind.CP:
-                assert 0 <= op.dst < self.n_seq
-                assert op.dst != op.seq
-                if p0 == p1:  # the state alone, which may be taken back
-                    assert self.hybrid, "there is no state to copy"
-                    self._states[op.dst] = self._states.get(op.seq, ())
-                    return
-                assert not self._sequences[op.dst], "cells of an earlier user are left in that sequence"
-                assert op.dst not in self._states, "the state of an earlier user is left in that sequence"
-                self._states[op.dst] = self._states.get(op.seq, ())
-                for pos, cell in self._sequences[op.seq].items():
-                    if p0 <= pos < p1:
-                        cell.seqs.add(op.dst)
-                        self._sequences[op.dst][pos] = cell
-
-    @property
-    def with_state(self) -> set[int]:
-        """Sequences that have read something."""
-        return {seq for seq, state in self._states.items() if state != ()}
-
-    def _remove(self, seq: int, p0: float, p1: float) -> None:
-        cells = self._sequences[seq]
-        if p0 <= 0 and p1 == math.inf:
-            self._states.pop(seq, None)
-        elif self.hybrid:
-            state = self._states.get(seq, ())
-            assert state is not None, "a broken state"
-            assert p0 >= len(state), "libllama: a state cannot forget a part"
-        for pos in [pos for pos in cells if p0 <= pos < p1]:
-            cell = cells.pop(pos)
-            cell.seqs.remove(seq)
-            if not cell.seqs:
-                self.cells.remove(cell)
-
-    def restore(self, tokens: Tokens, seq: int = RESTORED) -> None:
-        """What a file has, into an empty sequence."""
-        assert not self.history(seq), "something is in that sequence"
-        self.decode([Row(token=token, pos=i, seqs=(seq,), request=0) for i, token in enumerate(tokens)])
-
-    def history(self, seq: int) -> Tokens:
-        """The tokens of a sequence. It must have no gap."""
-        cells = self._sequences[seq]
-        assert sorted(cells) == list(range(len(cells))), "a hole in the sequence"
-        tokens = tuple(cells[pos].token for pos in range(len(cells)))
-        assert not self.hybrid or self._states.get(seq, ()) == tokens, "the state is another sequence's"
-        return tokens
-
-    def decode(self, rows: Sequence[Row]) -> list[Tokens]:
-        """All tokens that each row sees, its own last."""
-        for row in rows:
-            assert row.seqs
-            assert len(set(row.seqs)) == len(row.seqs)
-            spans = {(min(cells, default=-1), max(cells, default=-1)) for cells in map(self._cells_of, row.seqs)}
-            assert len(spans) == 1, "libllama: coupled sequences have diverged"
-        histories = []
-        for row in rows:
-            cell = Cell(row.token, row.pos, set(row.seqs))
-            self.cells.add(cell)
-            for seq in row.seqs:
-                cells = self._cells_of(seq)
-                assert row.pos == max(cells, default=-1) + 1, "libllama: inconsistent sequence positions"
-                cells[row.pos] = cell
-                if self.hybrid:
-                    state = self._states.get(seq, ())
-                    assert state is not None, "a broken state"
-                    self._states[seq] = (*state, row.token)
-            seen = {self.history(seq) for seq in row.seqs}
-            assert len(seen) == 1, "coupled sequences hold different tokens"
-            histories.append(seen.pop())
-        assert len(self.cells) <= self.n_ctx, "libllama: no free cells"
-        return histories
-
-    def tip(self, seq: int) -> int:
-        """The last position in a sequence; -1: it is empty."""
-        return max(self._sequences[seq], default=-1)
-
-    def _cells_of(self, seq: int) -> dict[int, Cell]:
-        assert 0 <= seq < self.n_seq
-        return self._sequences[seq]
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        """After an abort: the rows' cells go, for all their sequences; where there are states, nothing can go."""
-        for seq in {seq for row in rows for seq in row.seqs}:
-            if self.hybrid:
-                self._states[seq] = None
-                continue
-            self._remove(seq, min(row.pos for row in rows if seq in row.seqs), math.inf)
 
 
 def restorable(restore: Restore) -> Tokens:

@@ -1,0 +1,48 @@
+"""The calibration that each drafter should have, from its own probabilities alone."""
+
+from __future__ import annotations
+
+import collections
+
+from ggpipe.core.draft_messages import MicroBatch
+from ggpipe.core.drafters.calibration import Calibration
+from ggpipe.core.request_state import RequestState
+
+SOME_PROBS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.98, 1.0)
+
+
+class OwnCalibrations:
+    """What the probabilities that each drafter sent for a request say of it."""
+
+    def __init__(self) -> None:
+        self._probs: dict[tuple[int, int, int], float] = {}
+        """(request, drafter, number of a draft token) -> its probability, as the drafter sent it."""
+        self._calibrations: dict[tuple[int, int], Calibration] = collections.defaultdict(Calibration)
+        """(request, drafter) -> what its own probabilities alone say of it."""
+
+    def note(self, batch: MicroBatch) -> None:
+        """A drafter sent these."""
+        for expansion in batch.expansions:
+            for i, (_, prob) in enumerate(expansion.candidates[: expansion.n]):
+                self._probs[batch.request, batch.drafter, expansion.first + i] = prob
+
+    def judge(self, request: int, state: RequestState, token: int) -> None:
+        """The target drew this token after the root of the request's tree."""
+        named: dict[int, list[tuple[float, bool]]] = collections.defaultdict(list)
+        for node in state.tree.root.children.values():
+            for proposal in node.proposals:
+                prob = self._probs[request, proposal.drafter, proposal.number]
+                named[proposal.drafter].append((prob, node.token == token))
+        for drafter, tokens in named.items():
+            best = max(range(len(tokens)), key=lambda i: tokens[i][0])
+            for i, (prob, is_right) in enumerate(tokens):
+                self._calibrations[request, drafter].judged(prob, is_right, is_best=i == best)
+
+    def check(self, request: int, state: RequestState) -> None:
+        """The scheduler knows each drafter of the request as well."""
+        for drafter, known in state.drafters:
+            own = self._calibrations[request, drafter]
+            assert known.calibration.n_judged == own.n_judged
+            assert [known.calibration.probability(prob) for prob in SOME_PROBS] == [
+                own.probability(p) for p in SOME_PROBS
+            ]
