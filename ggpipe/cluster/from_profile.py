@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 from ggpipe.cluster.links import LOCAL_SUMS, NETWORK_SKEW, SUM_HEAD_BYTES, Link, Overheads, Skew, SumTimes
 from ggpipe.cluster.model_shape import FLOAT_BYTES
-from ggpipe.cluster.profile import LinkProfile, Point, Profile, RankProfile, SumPoint
+from ggpipe.cluster.profile import LinkProfile, MeasuredLayers, Point, Profile, RankProfile, SumPoint
 from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
 
 _SLOWEST = 0.05  # least value of `crowd`, since measurements are noisy
@@ -61,18 +61,22 @@ def profiled_node(profile: Profile, rank: int, name: str) -> NodeSpec:
 
 def _averaged(own: RankProfile, alike: Sequence[RankProfile]) -> RankProfile:
     """The rank with the mean times of `alike`, the ranks that measured the same on its machine."""
-    drafts = [mate.draft for mate in alike if mate.draft is not None]
-    draft = own.draft
-    if draft is not None:
-        change_s = statistics.fmean(part.change_s for part in drafts)
-        draft = replace(draft, alone=_mean_points(draft.alone, [part.alone for part in drafts]), change_s=change_s)
     return replace(
         own,
         alone=_mean_points(own.alone, [mate.alone for mate in alike]),
-        draft=draft,
+        drafts=tuple(
+            None if draft is None else _averaged_draft(draft, [mate.drafts[i] for mate in alike])
+            for i, draft in enumerate(own.drafts)
+        ),
         change_s=statistics.fmean(mate.change_s for mate in alike),
         fixed_s=statistics.fmean(mate.fixed_s for mate in alike),
     )
+
+
+def _averaged_draft(own: MeasuredLayers, alike: Sequence[MeasuredLayers | None]) -> MeasuredLayers:
+    measured = [part for part in alike if part is not None]
+    change_s = statistics.fmean(part.change_s for part in measured)
+    return replace(own, alone=_mean_points(own.alone, [part.alone for part in measured]), change_s=change_s)
 
 
 def _mean_points(own: Sequence[Point], alike: Sequence[Sequence[Point]]) -> tuple[Point, ...]:

@@ -14,7 +14,7 @@ from ggpipe.cluster.decode import decode
 from ggpipe.cluster.links import Overheads, Seconds
 from ggpipe.errors import UsageError
 
-_FORMAT, _VERSION = "ggpipe profile", 3
+_FORMAT, _VERSION = "ggpipe profile", 4
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -120,9 +120,9 @@ class RankProfile:
     guest: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Speed of a thread at nice 10 with as much work as a draft has for a row, while all ranks compute, relative to its
     speed alone. None if the ranks leave cores free, and for all but the first rank of a machine."""
-    draft: MeasuredLayers | None = None
-    """All layers of `Profile.draft`, measured alone, with the target's number of threads. None if no draft was
-    measured, or it does not fit into this rank's memory."""
+    drafts: tuple[MeasuredLayers | None, ...] = ()
+    """All layers of each model in `Profile.drafts`, measured alone, with the target's number of threads. None for one
+    that does not fit into this rank's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,8 @@ class Profile:
     """All ranks, in order."""
     links: tuple[LinkProfile, ...]
     """Links that were measured; not all pairs if there are many ranks."""
-    draft: ModelFacts | None = None
-    """The draft model that was also measured, with the same types of KV cache and never with `exact`."""
+    drafts: tuple[ModelFacts, ...] = ()
+    """The draft models that were also measured, with the same types of KV cache and never with `exact`."""
     sums: tuple[SumProfile, ...] = ()
     """Sums that were measured: over two ranks of each machine that has several, and between machines. Empty if MPI does
     not support groups."""
@@ -187,7 +187,7 @@ class Profile:
     def __post_init__(self) -> None:
         """Raises ValueError if values contradict each other."""
         model, n_ranks = self.model, len(self.ranks)
-        for name, facts in (("model", model), *([("draft", self.draft)] if self.draft else [])):
+        for name, facts in (("model", model), *((f"drafts[{i}]", own) for i, own in enumerate(self.drafts))):
             if len(facts.layer_bytes) != facts.n_layer:
                 raise ValueError(f"{name}.layer_bytes must have n_layer entries")
         if not self.ranks or [rank.rank for rank in self.ranks] != list(range(n_ranks)):
@@ -196,12 +196,16 @@ class Profile:
             parts = [MeasuredLayers(rank.layers, rank.weight_bytes, rank.alone), *([rank.half] if rank.half else [])]
             if any(not 0 <= part.layers[0] < part.layers[1] <= model.n_layer for part in parts):
                 raise ValueError(f"rank {rank.rank} has layers that the model does not have")
-            if rank.draft is not None:
-                if self.draft is None or rank.draft.layers != (0, self.draft.n_layer):
-                    raise ValueError(f"rank {rank.rank} does not have all layers of the draft")
-                if rank.draft.weight_bytes < 1:
+            if len(rank.drafts) != len(self.drafts):
+                raise ValueError(f"rank {rank.rank} has {len(rank.drafts)} of {len(self.drafts)} drafts")
+            for own, facts in zip(rank.drafts, self.drafts, strict=True):
+                if own is None:
+                    continue
+                if own.layers != (0, facts.n_layer):
+                    raise ValueError(f"rank {rank.rank} does not have all layers of the draft {facts.name}")
+                if own.weight_bytes < 1:
                     raise ValueError(f"rank {rank.rank} has a draft without weights")
-                parts.append(rank.draft)
+                parts.append(own)
             for part in parts:
                 if seconds_at(part.alone, 1) is None:
                     raise ValueError(f"rank {rank.rank} has no time for a single row")

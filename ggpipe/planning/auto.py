@@ -101,7 +101,7 @@ def _measured(channel: Channel, config: EngineConfig) -> Profile:
     facts = [_facts(transport, config), *channel.gather(RankFacts, range(1, transport.size)).values()]
     lasting = [msgspec.structs.asdict(msgspec.structs.replace(own, memory_bytes=0)) for own in facts]
     key = profile_cache.key_of([msgspec.to_builtins(kernels_of(config)), *lasting])
-    profile = profile_cache.find(key, transport.size, facts[HEAD].draft)
+    profile = profile_cache.find(key, transport.size, facts[HEAD].drafts)
     if profile is None:
         channel.send_to_all(StartProfile())
         profile = _profile(channel, config)
@@ -132,11 +132,10 @@ def _profile(channel: Channel, config: EngineConfig) -> Profile:
 
 def _facts(transport: Transport, config: EngineConfig) -> RankFacts:
     """The facts about this rank. Raises ModelError for a model that cannot be read."""
-    draft = next(iter(config.drafts), None)
     return RankFacts(
         host=transport.host,
         target=ModelFile.open(config.model.path).fingerprint,
-        draft=ModelFile.open(draft.model.path).fingerprint if draft is not None else None,
+        drafts=tuple(ModelFile.open(draft.model.path).fingerprint for draft in config.drafts if not draft.is_mtp),
         threads=wiring.threads_of(config, transport, TARGET),
         ranks_on_host=transport.ranks_on_host,
         cpu=machine.cpu_name(),

@@ -22,10 +22,10 @@ def key_of(ranks: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(list(ranks), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def find(key: str, n_ranks: int, draft: str | None = None) -> Profile | None:
+def find(key: str, n_ranks: int, drafts: Sequence[str] = ()) -> Profile | None:
     """The cached profile of `n_ranks` ranks; None if there is none.
 
-    `draft`: fingerprint of the draft that it must include; None: any, or no draft. Files that are damaged, old, or in
+    `drafts`: fingerprints of the drafts that it must include; it may have others. Files that are damaged, old, or in
     another format are ignored.
     """
     try:
@@ -35,8 +35,8 @@ def find(key: str, n_ranks: int, draft: str | None = None) -> Profile | None:
         profile = read(path)
     except (OSError, UsageError):
         return None
-    has_draft = profile.draft is not None and profile.draft.fingerprint == draft
-    return profile if len(profile.ranks) == n_ranks and (has_draft or draft is None) else None
+    has_drafts = {draft.fingerprint for draft in profile.drafts} >= set(drafts)
+    return profile if len(profile.ranks) == n_ranks and has_drafts else None
 
 
 def keep(key: str, profile: Profile) -> None:

@@ -1,7 +1,7 @@
 """Profiles a cluster: all ranks call `profile_ranks`, and the head decides which rank measures what, and when.
 
 agree       check for the same models, ggpipe and libllama on all ranks
-alone       one rank per machine at a time measures the draft, memory, and some of the target's layers
+alone       one rank per machine at a time measures the drafts, memory, and some of the target's layers
 in turn     the ranks of each machine repeatedly compute one after another
 together    all ranks compute until each has enough measurements
 links       one pair of ranks at a time exchanges messages while the others wait
@@ -61,7 +61,7 @@ _TURNS, _TOGETHER, _LINKS, _SUMS = 0.1, 0.15, 0.1, 0.03  # shares of the budget;
 _DECODES = 0.02  # for each pair
 _LEAST_DECODES_S = 0.1  # for less, the layers are not loaded once more
 _LEAST_TURNS, _MOST_TURNS = 3, 30
-_DRAFT = 0.2  # share of a rank's time alone, when there is a draft
+_DRAFT, _DRAFTS = 0.2, 0.4  # shares of a rank's time alone: of each draft model, and of all of them at most
 
 
 def profile_ranks(
@@ -75,7 +75,7 @@ def profile_ranks(
     """Measure all ranks with the models of `config`, for about `budget_s` seconds plus the time to load them.
 
     All ranks call this with the same arguments. The head gets the profile, and other ranks None. `layers`: the first
-    one, and one past the last; by default some in the middle. A draft is measured whole on each rank, with the target's
+    one, and one past the last; by default some in the middle. Drafts are measured whole on each rank, with the target's
     threads, regardless of where `config` runs it. `attend` is called every 0.1 s, and raises to stop. `on_line` gets
     lines for the user, on the head. The transport can be used again afterwards.
 
@@ -109,24 +109,24 @@ class _ProfileHead:
 
     def profile(self, layers: tuple[int, int] | None) -> Profile:
         """Run all phases. Raises SettingError for layers that the model does not have."""
-        model, draft = self._own.model, self._own.draft
+        model, drafts = self._own.model, self._own.drafts
         hellos = self._agree()
         hosts = [hello.target.host for hello in hellos]
         turns = _turns(hosts)
         share = 1 if self._n_ranks == 1 else 1 - _TURNS - _TOGETHER - _LINKS - _SUMS - 2 * _DECODES
         own_s = self._budget_s * share / len(turns)
-        draft_s = own_s * _DRAFT if draft is not None else 0.0
+        drafts_s = own_s * min(_DRAFT * len(drafts), _DRAFTS)
         if layers is None:
-            layers = default_layers(model, own_s - draft_s, max(hello.cache_bytes for hello in hellos))
+            layers = default_layers(model, own_s - drafts_s, max(hello.cache_bytes for hello in hellos))
         if not 0 <= layers[0] < layers[1] <= model.n_layer:
             raise SettingError("layers", f"{layers[0]}-{layers[1] - 1}: the model has layers 0 to {model.n_layer - 1}")
-        self._on_line(_announced(model, layers, draft, self._n_ranks))
-        drafts: dict[int, DraftMeasured] = {}
+        self._on_line(_announced(model, layers, drafts, self._n_ranks))
+        measured: list[dict[int, DraftMeasured]] = [{} for _ in drafts]
         alone: dict[int, AloneMeasured] = {}
         for ranks in turns:
-            if draft is not None:
-                drafts |= self._ask(ranks, MeasureDraft(draft_s), DraftMeasured)
-            alone |= self._ask(ranks, MeasureAlone(layers, own_s - draft_s), AloneMeasured)
+            for number, of_ranks in enumerate(measured):
+                of_ranks |= self._ask(ranks, MeasureDraft(number, drafts_s / len(drafts)), DraftMeasured)
+            alone |= self._ask(ranks, MeasureAlone(layers, own_s - drafts_s), AloneMeasured)
         in_turn = self._in_turn(turns, hosts)
         together = self._together(alone)
         links, messages = self._links()
@@ -154,11 +154,11 @@ class _ProfileHead:
                     fixed_s=own.fixed_s,
                     turns=in_turn.get(rank),
                     guest=together[rank].guest if _is_full(hello, hellos) else None,
-                    draft=drafts[rank].draft if rank in drafts else None,
+                    drafts=tuple(of_ranks[rank].draft for of_ranks in measured),
                 )
             )
         kernels = kernels_of(self._own.config)
-        return Profile(model=model, kernels=kernels, ranks=tuple(profiles), links=links, draft=draft, sums=sums)
+        return Profile(model=model, kernels=kernels, ranks=tuple(profiles), links=links, drafts=drafts, sums=sums)
 
     def _agree(self) -> list[ProfileHello]:
         """What each rank reports about itself. Raises ModelError or LaunchError if ranks do not fit together."""
@@ -166,9 +166,8 @@ class _ProfileHead:
         hellos = [self._own.hello(), *others.values()]
         for warning in handshake.compare([hello.target for hello in hellos]):
             self._on_line(Wording("warning: ", warning))
-        drafts = [hello.draft for hello in hellos if hello.draft is not None]
-        if drafts:
-            handshake.compare(drafts)  # its warnings are those of the target
+        for same in zip(*(hello.drafts for hello in hellos), strict=True):
+            handshake.compare(same)  # its warnings are those of the target
         return hellos
 
     def _in_turn(self, turns: Sequence[Sequence[int]], hosts: Sequence[str]) -> dict[int, float]:
@@ -267,11 +266,12 @@ def _turns(hosts: Sequence[str]) -> list[list[int]]:
     return [sorted(rank for rank in ranks if rank is not None) for ranks in turns]
 
 
-def _announced(model: ModelFacts, layers: tuple[int, int], draft: ModelFacts | None, n_ranks: int) -> str:
+def _announced(model: ModelFacts, layers: tuple[int, int], drafts: Sequence[ModelFacts], n_ranks: int) -> str:
     a, b = layers
     which = f"layer {a}" if b == a + 1 else f"layers {a}-{b - 1}"
     where = f" on {n_ranks} ranks" if n_ranks > 1 else ""
-    beside = f" and the draft ({draft.weight_bytes((0, draft.n_layer)) / 1e6:.3g} MB)" if draft is not None else ""
+    sizes = [f"{draft.weight_bytes((0, draft.n_layer)) / 1e6:.3g} MB" for draft in drafts]
+    beside = f" and the draft{'s' * (len(sizes) > 1)} ({', '.join(sizes)})" if sizes else ""
     return f"measuring {which} of 0-{model.n_layer - 1} ({model.weight_bytes(layers) / 1e6:.3g} MB){beside}{where}"
 
 

@@ -66,10 +66,10 @@ class ProfiledRank:
         self._channel = channel
         self._links = links
         self._file = ModelFile.open(config.model.path)
-        self._draft = next(iter(config.drafts), None)  # there is at most one
-        self._draft_file = ModelFile.open(self._draft.model.path) if self._draft is not None else None
+        self._drafts = [draft for draft in config.drafts if not draft.is_mtp]
+        self._draft_files = [ModelFile.open(draft.model.path) for draft in self._drafts]
         self.model = facts_of(self._file)
-        self.draft = facts_of(self._draft_file) if self._draft_file is not None else None
+        self.drafts = tuple(map(facts_of, self._draft_files))
         self._guest: Guest | None = None
         """Exists on the first rank of each machine, once its speed alone has been measured."""
         self._guest_s = _GUEST_S
@@ -92,10 +92,13 @@ class ProfiledRank:
 
     def hello(self) -> ProfileHello:
         """Facts about this rank's machine and models."""
-        transport, draft_file = self._channel.transport, self._draft_file
+        transport = self._channel.transport
         return ProfileHello(
             target=handshake.hello(transport, self.config, self._file, TARGET),
-            draft=handshake.hello(transport, self.config, draft_file, FIRST_DRAFT) if draft_file is not None else None,
+            drafts=tuple(
+                handshake.hello(transport, self.config, file, FIRST_DRAFT + number)
+                for number, file in enumerate(self._draft_files)
+            ),
             cores=wiring.machine_cores(transport),
             threads=wiring.threads_of(self.config, transport, TARGET),
             memory_bytes=machine.available_bytes(),
@@ -105,8 +108,8 @@ class ProfiledRank:
     def answer(self, order: ControlMessage) -> ControlMessage:
         """Carry out an order. Raises RunError for a message that is not an order to measure."""
         match order:
-            case MeasureDraft(budget_s):
-                return DraftMeasured(self._draft_alone(budget_s))
+            case MeasureDraft(number, budget_s):
+                return DraftMeasured(self._draft_alone(number, budget_s))
             case MeasureAlone(layers, budget_s):
                 return self._alone(layers, budget_s)
             case MeasureTogether(budget_s):
@@ -156,13 +159,10 @@ class ProfiledRank:
             points = self._together(budget_s)
         return TogetherMeasured(points, self._guest.share)
 
-    def _draft_alone(self, budget_s: float) -> MeasuredLayers | None:
-        """Measure the whole draft with the target's threads; None if it does not fit into memory. Times for other
+    def _draft_alone(self, number: int, budget_s: float) -> MeasuredLayers | None:
+        """Measure a whole draft with the target's threads; None if it does not fit into memory. Times for other
         numbers of threads are scaled later, like the target's."""
-        draft, draft_file, facts = self._draft, self._draft_file, self.draft
-        assert draft is not None
-        assert draft_file is not None
-        assert facts is not None
+        draft, draft_file, facts = self._drafts[number], self._draft_files[number], self.drafts[number]
         if draft_file.n_bytes > machine.available_bytes():
             return None
         layers = (0, facts.n_layer)
@@ -170,7 +170,8 @@ class ProfiledRank:
         timed = self._load(layers, config, draft_file, facts)
         points, short = self._short_and_long(timed, budget_s * _DRAFT_SHORT, budget_s * _DRAFT_LONG)
         self.close()
-        self._guest_s = short.fastest_s
+        if number == 0:
+            self._guest_s = short.fastest_s
         return MeasuredLayers(layers, facts.weight_bytes(layers), points, short.more_for_change_s)
 
     def _alone(self, layers: tuple[int, int], budget_s: float) -> AloneMeasured:

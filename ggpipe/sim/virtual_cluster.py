@@ -6,6 +6,7 @@ node.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -208,7 +209,7 @@ def build(
                     threads=n_threads,
                     cost=stage_cost(nodes[rank], shape.part(share), stage.layers, n_threads, is_draft),
                     nice=is_draft and _shared(placement, rank),
-                    change_s=_change_s(nodes[rank], stage.layers, is_draft),
+                    change_s=_change_s(nodes[rank], shape, stage.layers, is_draft),
                 )
             if len(shares) > 1:
                 places = [node_of[rank] for rank in stage.ranks]
@@ -259,13 +260,13 @@ def threads_of(spec: ClusterSpec, placement: VirtualPlacement, rank: int) -> int
 def stage_cost(
     node: NodeSpec, shape: ModelShape, layers: tuple[int, int], threads: int, is_draft: bool = False
 ) -> Cost:
-    """The cost of layers [a, b) on a node with `threads` threads. `is_draft`: the layers are the draft model's, for
+    """The cost of layers [a, b) on a node with `threads` threads. `is_draft`: the layers are a draft model's, for
     which a profile may have times of its own. Of a part of a group, `shape` is that of the part, and `group_cost` comes
     on top."""
     threads = min(threads, node.cores)
     if node.profile is not None:
-        if is_draft and node.profile.draft is not None:
-            return _measured_draft(node, node.profile.draft, shape, layers, threads)
+        if is_draft and (part := _most_alike(node.profile, shape)) is not None:
+            return _measured_draft(node, part, shape, layers, threads)
         return _measured(node, shape, layers, threads)
     unused = 1 - shape.n_expert_used / shape.n_expert if shape.n_expert else 0.0
     return Roofline(
@@ -329,13 +330,20 @@ def _measured_draft(
     return MeasuredCost(points, shape.read_bytes(layers, ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
 
 
-def _change_s(node: NodeSpec, layers: tuple[int, int], is_draft: bool) -> float:
+def _most_alike(profile: RankProfile, shape: ModelShape) -> MeasuredLayers | None:
+    """The measured draft model that is this one, or is nearest to it in size; None if none was measured."""
+    n_bytes = max(shape.read_bytes((0, shape.n_layer), ALL_EXPERTS), 1)
+    measured = [part for part in profile.drafts if part is not None]
+    return min(measured, key=lambda part: abs(math.log(part.weight_bytes / n_bytes)), default=None)
+
+
+def _change_s(node: NodeSpec, shape: ModelShape, layers: tuple[int, int], is_draft: bool) -> float:
     """`StageSpec.change_s`, by the number of layers: a graph has nodes for each of them."""
     if node.profile is None:
         return 0.0
     measured: MeasuredLayers | RankProfile = node.profile
-    if is_draft and node.profile.draft is not None:
-        measured = node.profile.draft
+    if is_draft and (part := _most_alike(node.profile, shape)) is not None:
+        measured = part
     a, b = measured.layers
     return measured.change_s * (layers[1] - layers[0]) / (b - a)
 

@@ -118,8 +118,8 @@ class RankFacts(ControlMessage, frozen=True, kw_only=True):
     host: str
     target: str
     """The fingerprint of the target's file."""
-    draft: str | None
-    """The fingerprint of the draft's file."""
+    drafts: tuple[str, ...]
+    """The fingerprint of each draft model's file."""
     threads: tuple[int, int]
     """For runs of one token, and for longer ones."""
     ranks_on_host: int

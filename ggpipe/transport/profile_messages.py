@@ -11,7 +11,7 @@ class ProfileHello(ControlMessage, frozen=True, kw_only=True):
     """The machine of a rank, and the models that it measures."""
 
     target: Hello
-    draft: Hello | None
+    drafts: tuple[Hello, ...]
     cores: int
     threads: tuple[int, int]
     """For runs of one token, and for longer ones."""
@@ -21,13 +21,15 @@ class ProfileHello(ControlMessage, frozen=True, kw_only=True):
 
 
 class MeasureDraft(ControlMessage, frozen=True):
-    """Measure the whole draft model while no other rank of your machine computes."""
+    """Measure a whole draft model while no other rank of your machine computes."""
 
+    number: int
+    """Of the draft model, from 0."""
     budget_s: float
 
 
 class DraftMeasured(ControlMessage, frozen=True):
-    """All layers of the draft model; None where the rank's memory is too small for it."""
+    """All layers of a draft model; None where the rank's memory is too small for it."""
 
     draft: MeasuredLayers | None
 

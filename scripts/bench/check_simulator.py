@@ -188,16 +188,16 @@ def usual_spec(layout: str, around: dict[str, list[ClusterSpec]]) -> ClusterSpec
     """This machine as it usually was between a layout's benches. What compares two noisy times comes from the profiles
     of all layouts: how ranks share the machine, and `fixed_s`."""
     nodes = [other.nodes[0] for specs in around.values() for other in specs]
-    own = [spec.nodes[0].profile for spec in around[layout]]
-    found = [profile for profile in own if profile is not None]
+    found = [own for spec in around[layout] if (own := spec.nodes[0].profile) is not None]
     first = found[0]
-    draft = first.draft
-    if draft is not None:
-        draft = replace(draft, alone=usual_points([other.draft.alone for other in found if other.draft is not None]))
+    drafts = tuple(
+        draft and replace(draft, alone=usual_points([part.alone for other in found if (part := other.drafts[number])]))
+        for number, draft in enumerate(first.drafts)
+    )
     profile = replace(
         first,
         alone=usual_points([other.alone for other in found]),
-        draft=draft,
+        drafts=drafts,
         change_s=statistics.median(other.change_s for other in found),
         fixed_s=statistics.fmean(node.profile.fixed_s for node in nodes if node.profile is not None),
     )

@@ -51,7 +51,7 @@ PART = MeasuredLayers((0, 2), 10, (Point(1, 32, 0.004), Point(8, 32, 0.010), Poi
 
 
 def with_draft(profile: Profile) -> Profile:
-    return replace(profile, draft=FACTS, ranks=tuple(replace(rank, draft=PART) for rank in profile.ranks))
+    return replace(profile, drafts=(FACTS,), ranks=tuple(replace(rank, drafts=(PART,)) for rank in profile.ranks))
 
 
 # Data
@@ -60,7 +60,7 @@ def with_draft(profile: Profile) -> Profile:
 def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     both = with_draft(measured())
-    some = replace(both, ranks=(both.ranks[0], replace(both.ranks[1], draft=None)))
+    some = replace(both, ranks=(both.ranks[0], replace(both.ranks[1], drafts=(None,))))
     for profile in (measured(), both, some):
         write(path, profile)
         assert read(path) == profile
@@ -69,22 +69,22 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_files_from_before_drafts_were_measured(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     content = json.loads(as_text(measured())) | {"version": 1}
-    del content["draft"]
+    del content["drafts"]
     path.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=r"a profile in format 1, but this ggpipe reads 3: profile again"):
+    with pytest.raises(UsageError, match=r"a profile in format 1, but this ggpipe reads 4: profile again"):
         read(path)
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "missing": (lambda p: p.pop("draft"), "rank 0 does not have all layers of the draft"),
-    "of which model": (lambda p: p.update(draft=None), "rank 0 does not have all layers of the draft"),
-    "some layers": (lambda p: p["ranks"][1]["draft"].update(layers=[0, 1]), "rank 1 does not have all layers"),
-    "layer_bytes": (lambda p: p["draft"].update(n_layer=3), r"draft\.layer_bytes"),
-    "no weights": (lambda p: p["ranks"][0]["draft"].update(weight_bytes=0), "a draft without weights"),
-    "no single row": (lambda p: p["ranks"][0]["draft"]["alone"].pop(0) and p["ranks"][0]["draft"]["alone"].pop(1),
+    "missing": (lambda p: p.pop("drafts"), "rank 0 has 1 of 0 drafts"),
+    "of which model": (lambda p: p["ranks"][1].pop("drafts"), "rank 1 has 0 of 1 drafts"),
+    "some layers": (lambda p: p["ranks"][1]["drafts"][0].update(layers=[0, 1]), "rank 1 does not have all layers"),
+    "layer_bytes": (lambda p: p["drafts"][0].update(n_layer=3), r"drafts\[0\]\.layer_bytes"),
+    "no weights": (lambda p: p["ranks"][0]["drafts"][0].update(weight_bytes=0), "a draft without weights"),
+    "no single row": (lambda p: p["ranks"][0]["drafts"][0].update(alone=p["ranks"][0]["drafts"][0]["alone"][1:2]),
                       "single row"),
-    "no time": (lambda p: p["ranks"][0]["draft"]["alone"][1].update(seconds=0), r"alone\[1\]\.seconds must"),
-    "type": (lambda p: p["ranks"][0]["draft"].update(alone=3), r"ranks\[0\]\.draft\.alone must be a list"),
+    "no time": (lambda p: p["ranks"][0]["drafts"][0]["alone"][1].update(seconds=0), r"alone\[1\]\.seconds must"),
+    "type": (lambda p: p["ranks"][0]["drafts"][0].update(alone=3), r"ranks\[0\]\.drafts\[0\]\.alone must be a list"),
 }  # fmt: skip
 
 
@@ -132,13 +132,13 @@ def test_little_that_is_fixed_stays_as_it_was_measured() -> None:
 def test_without_long_contexts_the_draft_rises_as_the_target_does() -> None:
     profile = with_draft(measured())
     part = replace(PART, alone=PART.alone[:2])
-    profile = replace(profile, ranks=tuple(replace(rank, draft=part) for rank in profile.ranks))
+    profile = replace(profile, ranks=tuple(replace(rank, drafts=(part,)) for rank in profile.ranks))
     node = spec_from_profile(profile, "measured").nodes[0]
     cost = stage_cost(node, draft_shape(), (0, 2), 8, is_draft=True)
     assert cost.seconds(1, 32) == pytest.approx(0.004)
     assert cost.seconds(1, 512) == pytest.approx(0.004 * 0.012 / 0.010)
     assert cost.seconds(8, 32) == pytest.approx(0.010)
-    assert profile.ranks[0].draft == part
+    assert profile.ranks[0].drafts == (part,)
     short = replace(profile.ranks[0], alone=profile.ranks[0].alone[:2])
     flat = stage_cost(replace(node, profile=short), draft_shape(), (0, 2), 8, is_draft=True)
     assert flat.seconds(1, 512) == pytest.approx(0.004)
@@ -170,8 +170,8 @@ def test_only_the_drafts_pipeline_takes_its_times(outside: bool) -> None:
         cluster = build(spec, replace(placement, threads=(8,) * len(placement.node_of)), target, [draft_shape()])
         (draft,) = cluster.drafts
         pipelines = (*cluster.target.stages.values(), *draft.stages.values())
-        seconds[profile.draft] = [stage.cost.seconds(1, 32) for stage in pipelines]
-    without, beside = seconds[None], seconds[FACTS]
+        seconds[profile.drafts] = [stage.cost.seconds(1, 32) for stage in pipelines]
+    without, beside = seconds[()], seconds[FACTS,]
     assert without[:-1] == beside[:-1]
     assert beside[-1] == pytest.approx(0.004)
     assert without[-1] == pytest.approx(2e-3 + (0.010 - 2e-3) * 10 / 20), "by its bytes"
@@ -191,14 +191,14 @@ def pair(folder: Path) -> EngineConfig:
     return replace(config_of(target, exact=True), drafts=(DraftConfig(model=ModelConfig(path=draft), threads=3),))
 
 
-def check_draft(profile: Profile, draft: Path) -> None:
-    facts = facts_of(ModelFile.open(draft))
-    assert profile.draft == facts
+def check_drafts(profile: Profile, *drafts: Path) -> None:
+    assert profile.drafts == tuple(facts_of(ModelFile.open(draft)) for draft in drafts)
     for rank in profile.ranks:
-        assert rank.draft is not None
-        assert rank.draft.layers == (0, facts.n_layer)
-        assert rank.draft.weight_bytes == facts.weight_bytes((0, facts.n_layer))
-        assert {1, 2, 4, 8} <= {point.rows for point in rank.draft.alone}
+        for own, facts in zip(rank.drafts, profile.drafts, strict=True):
+            assert own is not None
+            assert own.layers == (0, facts.n_layer)
+            assert own.weight_bytes == facts.weight_bytes((0, facts.n_layer))
+            assert {1, 2, 4, 8} <= {point.rows for point in own.alone}
 
 
 def test_the_draft_is_measured_whole_before_the_target(
@@ -217,10 +217,11 @@ def test_the_draft_is_measured_whole_before_the_target(
     profile, _ = measure([pair], (2, 6), budget_s=20)  # as many runs as ever
     assert profile is not None
     check(profile, pair.model.path, (2, 6))
-    check_draft(profile, pair.drafts[0].model.path)
+    check_drafts(profile, pair.drafts[0].model.path)
     (rank,) = profile.ranks
-    assert rank.draft is not None
-    assert {p.n_past for p in rank.draft.alone} == {32, 512}
+    (draft,) = rank.drafts
+    assert draft is not None
+    assert {p.n_past for p in draft.alone} == {32, 512}
     assert loaded == [
         (pair.drafts[0].model.path, (0, 3), (1, 1), False),
         (pair.model.path, (2, 3), (1, 1), True),
@@ -235,7 +236,7 @@ def test_two_ranks(pair: EngineConfig) -> None:
     profile, _ = measure([pair, pair], (2, 6))
     assert profile is not None
     check(profile, pair.model.path, (2, 6))
-    check_draft(profile, pair.drafts[0].model.path)
+    check_drafts(profile, pair.drafts[0].model.path)
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba", "qwen3moe"])
@@ -246,15 +247,15 @@ def test_drafts_of_all_kinds(name: str, pair: EngineConfig, folder: Path) -> Non
         [replace(pair, drafts=(DraftConfig(model=ModelConfig(path=path), context=ContextConfig(n_ctx=64)),))]
     )
     assert profile is not None
-    check_draft(profile, path)
+    check_drafts(profile, path)
 
 
 def test_a_draft_that_memory_does_not_hold(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 1000)
     profile, _ = measure([pair])
     assert profile is not None
-    assert profile.draft == facts_of(ModelFile.open(pair.drafts[0].model.path))
-    assert profile.ranks[0].draft is None
+    assert profile.drafts == (facts_of(ModelFile.open(pair.drafts[0].model.path)),)
+    assert profile.ranks[0].drafts == (None,)
 
 
 def test_errors_end_all_ranks(pair: EngineConfig, folder: Path) -> None:
@@ -279,13 +280,13 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     done = in_process.ggpipe("profile", *PAIR, "-t", 1, "--seconds", 0.5, "--layers", "2-3", "-o", path)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     check(read(path), TARGET, (2, 4))
-    check_draft(read(path), DRAFT)
+    check_drafts(read(path), DRAFT)
     assert "measuring layers 2-3 of 0-7" in done.stderr
     assert "and the draft (" in done.stderr
     assert "draft, 1 row" in done.stderr
     done = ggpipe("profile", *PAIR, "-r", 2, "-t", 1, "--seconds", 0.6, "-o", path)
     assert done.returncode == 0, done.stderr
-    check_draft(read(path), DRAFT)
+    check_drafts(read(path), DRAFT)
     assert "draft, 1 row" in done.stderr
     simulated = in_process.ggpipe("simulate", path, *PAIR, "--mpi-layer-split", "1.0/1.0", "-n", 16)
     assert simulated.returncode == 0, simulated.stderr
@@ -317,11 +318,11 @@ def test_what_is_kept_is_for_this_draft(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profile_cache.keep("with", with_draft(measured()))
     profile_cache.keep("without", measured())
-    assert profile_cache.find("with", 2, FACTS.fingerprint) == with_draft(measured())
+    assert profile_cache.find("with", 2, [FACTS.fingerprint]) == with_draft(measured())
     assert profile_cache.find("with", 2) == with_draft(measured())
-    assert profile_cache.find("with", 2, "0123456789abcdef") is None
+    assert profile_cache.find("with", 2, ["0123456789abcdef"]) is None
     assert profile_cache.find("without", 2) == measured()
-    assert profile_cache.find("without", 2, FACTS.fingerprint) is None
+    assert profile_cache.find("without", 2, [FACTS.fingerprint]) is None
 
 
 def test_auto_measures_each_pair_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,8 +337,8 @@ def test_auto_measures_each_pair_once(tmp_path: Path, monkeypatch: pytest.Monkey
         found = {}
         for path in (tmp_path / "ggpipe" / "profiles").iterdir():
             profile = read(path)
-            assert all((rank.draft is None) == (profile.draft is None) for rank in profile.ranks)
-            found[profile.draft.fingerprint if profile.draft is not None else None] = path.stat().st_mtime_ns
+            assert all(len(rank.drafts) == len(profile.drafts) for rank in profile.ranks)
+            found[profile.drafts[0].fingerprint if profile.drafts else None] = path.stat().st_mtime_ns
         return found
 
     drafts = {path: ModelFile.open(path).fingerprint for path in (DRAFT, other)}

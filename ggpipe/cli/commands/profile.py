@@ -21,7 +21,6 @@ from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
     LogSettings,
-    ModelSettings,
     ProfileSettings,
     RankSettings,
 )
@@ -32,7 +31,6 @@ _STDOUT = Path("-")
 def run(options: Options) -> int:
     """Start the ranks, or be one of them. Returns the exit code."""
     settings, hostfile = options[ProfileSettings], options[RankSettings].hostfile
-    options[ModelSettings].check_one_draft()
     config, output, wanted = engine_config(options), settings.output, settings.n_ranks
     if output is not None and output != _STDOUT and not is_rank():
         check_writable(output)

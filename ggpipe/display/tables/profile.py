@@ -55,9 +55,11 @@ def _ranks_table(profile: Profile, width: int) -> Table:
             (human_seconds(seconds_at(r.together, n)) for r in ranks),
         )
         columns.append(Column(f"{n} row{'s' * (n > 1)}", cells, 0))
-    if profile.draft is not None:
-        cells = lines(human_seconds(seconds_at(r.draft.alone, 1) if r.draft else None) for r in ranks)
-        columns.append(Column("draft, 1 row", cells, 0))
+    for number in range(len(profile.drafts)):
+        drafts = [r.drafts[number] for r in ranks]
+        cells = lines(human_seconds(seconds_at(draft.alone, 1) if draft else None) for draft in drafts)
+        name = f"draft {number + 1}" if len(profile.drafts) > 1 else "draft"
+        columns.append(Column(f"{name}, 1 row", cells, 0))
     columns.append(Column("run", lines(human_seconds(r.overheads.run_s + 2 * r.overheads.hand_s) for r in ranks), 4))
     return columns_table(columns, width, _GAP)
 
