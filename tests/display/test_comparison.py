@@ -1,11 +1,11 @@
-"""What is said of a request with a draft model and of one without."""
+"""What is said of outputs with a draft model and without it."""
 
 from __future__ import annotations
 
 import pytest
 from support.screen import finished_request, speculating_ranks, two_ranks
 
-from ggpipe.display.tables.comparison import comparison
+from ggpipe.display.tables.comparison import ComparedRound, comparison
 from ggpipe.stats.records import RankStats, RequestStats
 
 
@@ -20,19 +20,38 @@ HERE = [
 ]
 
 
-def test_a_faster_text() -> None:
-    assert comparison(HERE, lasting(83, 2.0), lasting(30, 1.0)) == [
+def rounds(*seconds: tuple[float, float], n_tokens: int = 11) -> list[ComparedRound]:
+    """A round for each (seconds with the draft model, seconds without it)."""
+    return [ComparedRound(drafted=lasting(n_tokens, a), alone=lasting(n_tokens, b)) for a, b in seconds]
+
+
+def test_faster_outputs() -> None:
+    assert comparison(HERE, rounds((0.5, 0.9), (0.5, 1.0), (0.5, 1.1))) == [
         "3 ranks on this machine: 2 hold the target's layers, 1 runs the draft model.",
-        "With the draft model: 41.0 t/s. Without: 29.0 t/s (measured over 30 tokens). 1.41 times as fast.",
+        "With the draft model: 20.0 t/s. Without: 10.0 t/s. 2.00 times as fast.",
+        "(Medians of 3 rounds of 11 tokens, with and without in turn.)",
     ]
 
 
-def test_a_slower_text() -> None:
-    _, speeds = comparison(HERE, lasting(10, 1.0), lasting(11, 1.0))
+def test_slower_outputs() -> None:
+    _, speeds, _ = comparison(HERE, rounds((1.0, 0.9)))
     assert speeds == (
-        "With the draft model: 9.00 t/s. Without: 10.0 t/s (measured over 11 tokens). "
-        "0.90 times as fast: here, drafting does not pay."
+        "With the draft model: 10.0 t/s. Without: 11.1 t/s. 0.90 times as fast: here, drafting does not pay."
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "busy", "words"),
+    [
+        (((0.5, 1.0),) * 3, 0.4, ("too busy to tell", "other programs use 40 % of its processors")),
+        (((0.5, 1.0), (1.0, 0.5), (0.5, 1.0)), 0.0, ("too busy to tell", "0.50 to 2.00 times as fast")),
+    ],
+)
+def test_a_busy_machine(seconds: tuple[tuple[float, float], ...], busy: float, words: tuple[str, ...]) -> None:
+    """A ratio would say little, whichever it is."""
+    _, speeds, _ = comparison(HERE, rounds(*seconds), busy)
+    assert all(word in speeds for word in words)
+    assert "does not pay" not in speeds
 
 
 @pytest.mark.parametrize(
@@ -47,10 +66,12 @@ def test_a_slower_text() -> None:
     ],
 )  # fmt: skip
 def test_what_ranks_do(ranks: list[RankStats], text: str) -> None:
-    roles, _ = comparison(ranks, lasting(10, 1.0), lasting(10, 1.0))
+    roles, *_ = comparison(ranks, rounds((1.0, 1.0)))
     assert roles == text
 
 
 def test_texts_without_a_speed() -> None:
-    assert comparison(HERE, lasting(10, 1.0), RequestStats()) == []
-    assert comparison(HERE, RequestStats(token_times=[1.0]), finished_request()) == []
+    short = RequestStats(token_times=[1.0])
+    for drafted, alone in ((lasting(10, 1.0), RequestStats()), (short, finished_request())):
+        assert comparison(HERE, [ComparedRound(drafted=drafted, alone=alone)]) == []
+    assert comparison(HERE, []) == []

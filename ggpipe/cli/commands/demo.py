@@ -1,7 +1,8 @@
-"""`ggpipe demo`: the bundled models write a tale with a draft model, then part of it without."""
+"""`ggpipe demo`: the bundled models write a tale with a draft model, then its beginning with and without it in turn."""
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 from msgspec import structs
@@ -12,8 +13,10 @@ from ggpipe.cli.launching import run_command
 from ggpipe.core.request import Finish
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import open_terminal
+from ggpipe.display.origins import origin_style
 from ggpipe.display.progress import FileProgress
-from ggpipe.display.tables.comparison import comparison, print_sentences
+from ggpipe.display.tables.comparison import ComparedRound, comparison, print_sentences
+from ggpipe.launch.cpu_load import busy_share
 from ggpipe.launch.environment import has_user
 from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_pair
 from ggpipe.options.engine_config import engine_config, warnings_of
@@ -30,7 +33,9 @@ from ggpipe.stats.records import RequestStats
 
 _OPENING = "In olden times, when wishing still helped one, there lived a king whose daughters were all beautiful."
 _COMPARED_TOKENS = 24
+_ROUNDS = 3
 _SETTLE_S = 0.1  # for the drafter to finish
+_LOOK_S = 0.1  # for a look at how busy the machine is while the ranks are idle
 _INFLATED = (
     "A tale by the bundled models, inflated with zeros: they write like small models, and compute like large ones "
     "(413 and 7 million parameters)."
@@ -46,7 +51,7 @@ def run(options: Options) -> int:
     options = options.having(ModelSettings(pair.target, (pair.draft,)))
     if options[PromptSettings].text is None and options[PromptSettings].file is None:
         options = options.having(replace(options[PromptSettings], text=_OPENING))
-    config = replace(engine_config(options), cache_prompt=True)  # the prompt is used twice
+    config = engine_config(options)  # without a prompt cache, from which n-grams would know the tale
     request = request_of(options)
 
     def front_end(ranks: StartedRanks) -> int:
@@ -54,8 +59,8 @@ def run(options: Options) -> int:
         print_sentences(terminal, (_TINY if tiny else _INFLATED, *([_LEGEND] if terminal is not None else []), ""))
         engine, drafted = answer(ranks, request, options[GenerateOutput], color, warnings_of(options))
         if drafted.speculation.mode != "iterative" and drafted.finish is not Finish.STOPPED:
-            alone = _without_draft(engine, min(drafted.n_generated, _COMPARED_TOKENS), request, color)
-            print_sentences(terminal, ("", *comparison(ranks.ranks, drafted, alone)), "bold")
+            rounds, busy = _compared(engine, min(drafted.n_generated, _COMPARED_TOKENS), request, color)
+            print_sentences(terminal, ("", *comparison(ranks.ranks, rounds, busy)), "bold")
         return 0
 
     return run_command(config, options, front_end, demo="tiny" if tiny else "inflated")
@@ -69,16 +74,31 @@ def _inflated(color: Color) -> ModelPair:
         return inflated_pair(progress)
 
 
-def _without_draft(engine: EngineClient, n_tokens: int, request: GenerateRequest, color: Color) -> RequestStats:
-    """Generate the first tokens again without a draft model. They are shown only on a terminal."""
-    engine.idle(_SETTLE_S)
-    terminal, stats = open_terminal(color), RequestStats()
-    print_sentences(terminal, ("", "Again, without the draft model:"))
+def _compared(
+    engine: EngineClient, n_tokens: int, request: GenerateRequest, color: Color
+) -> tuple[list[ComparedRound], float]:
+    """Generate the first tokens again without the draft model and with it, in turn, until the user stops it. Returns
+    the rounds, and the share of the processors that other programs used. They are shown only on a terminal."""
+    terminal = open_terminal(color)
+    print_sentences(terminal, ("", "Again, without the draft model and with it, in turn:"))
     iterative = replace(request.spec.speculation, mode="iterative")
     sampling = request.sampling(engine.sampling)
-    spec = structs.replace(request.spec, n_predict=n_tokens, speculation=iterative, sampling=sampling)
-    with LiveDisplay(terminal, engine.ranks) as display:
-        display.request(stats)
-        for token in engine.stream(spec, stats):
-            display.text(token.text)
-    return stats
+    rounds: list[ComparedRound] = []
+    busy: list[float] = []
+    for number in range(_ROUNDS):
+        engine.idle(_SETTLE_S)
+        busy.append(busy_share(_LOOK_S))
+        found: dict[bool, RequestStats] = {}
+        for drafts in (False, True) if number % 2 == 0 else (True, False):
+            speculation = request.spec.speculation if drafts else iterative
+            spec = structs.replace(request.spec, n_predict=n_tokens, speculation=speculation, sampling=sampling)
+            stats = found[drafts] = RequestStats()
+            with LiveDisplay(terminal, engine.ranks) as display:
+                display.request(stats)
+                for token in engine.stream(spec, stats):
+                    display.text(token.text, origin_style(token.drafters))
+            if stats.finish is Finish.STOPPED:
+                return rounds, statistics.median(busy)
+            engine.idle(_SETTLE_S)
+        rounds.append(ComparedRound(drafted=found[True], alone=found[False]))
+    return rounds, statistics.median(busy)

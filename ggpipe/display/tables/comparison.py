@@ -1,30 +1,68 @@
-"""The gain from a draft model: the speed of the same output with and without it."""
+"""The gain from a draft model: the speed of the same output with and without it, measured in turn."""
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ggpipe.display.format import counted, human_rate, three_digits
+from ggpipe.display.format import counted, human_rate, percent, three_digits
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.stats.records import RankStats, RequestStats
 
+_BUSY = 0.15  # share of the processors' time that others may use
+_SPREAD = 1.5  # the largest ratio of a round, relative to the smallest
 
-def comparison(ranks: Sequence[RankStats], drafted: RequestStats, alone: RequestStats) -> list[str]:
-    """Sentences on what each rank does, both speeds, and their ratio. Empty if an output is too short to have a speed.
 
-    `drafted`: the request with draft tokens. `alone`: the one without.
+@dataclass(frozen=True)
+class ComparedRound:
+    """The same output with the draft model and without it."""
+
+    drafted: RequestStats
+    alone: RequestStats
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast the draft model makes it; None if an output is too short to have a speed."""
+        fast, slow = self.drafted.decode_tps, self.alone.decode_tps
+        return fast / slow if fast is not None and slow is not None else None
+
+
+def comparison(ranks: Sequence[RankStats], rounds: Sequence[ComparedRound], busy: float = 0.0) -> list[str]:
+    """Sentences on what each rank does, both speeds, and their ratio. Empty if the outputs are too short to have a
+    speed.
+
+    `busy`: share of the machine's processors that other programs used meanwhile.
     """
-    fast, slow = drafted.decode_tps, alone.decode_tps
-    if fast is None or slow is None:
+    ratios = sorted(ratio for one in rounds if (ratio := one.ratio) is not None)
+    if not ratios:
         return []
-    ratio = three_digits(fast / slow)
-    verdict = f"{ratio} times as fast" if fast > slow else f"{ratio} times as fast: here, drafting does not pay"
-    return [
-        f"{_roles(ranks)}.",
-        f"With the draft model: {human_rate(fast)}. Without: {human_rate(slow)} "
-        f"(measured over {counted(alone.n_generated, 'token')}). {verdict}.",
-    ]
+    fast = statistics.median(one.drafted.decode_tps or 0.0 for one in rounds)
+    slow = statistics.median(one.alone.decode_tps or 0.0 for one in rounds)
+    n_tokens = max(one.alone.n_generated for one in rounds)
+    speeds = f"With the draft model: {human_rate(fast)}. Without: {human_rate(slow)}."
+    return [f"{_roles(ranks)}.", f"{speeds} {_verdict(ratios, busy)}", _how(len(ratios), n_tokens)]
+
+
+def _verdict(ratios: Sequence[float], busy: float) -> str:
+    low, high = ratios[0], ratios[-1]
+    if busy > _BUSY:
+        return (
+            f"This machine is too busy to tell which is faster: other programs use {percent(busy)} of its processors. "
+            "Try again when they have ended."
+        )
+    if high > _SPREAD * low:
+        return (
+            f"This machine is too busy to tell which is faster: {three_digits(low)} to {three_digits(high)} times as "
+            "fast with the draft model. Try again when nothing else runs."
+        )
+    ratio = statistics.median(ratios)
+    return f"{three_digits(ratio)} times as fast" + ("." if ratio > 1 else ": here, drafting does not pay.")
+
+
+def _how(n_rounds: int, n_tokens: int) -> str:
+    return f"(Medians of {counted(n_rounds, 'round')} of {counted(n_tokens, 'token')}, with and without in turn.)"
 
 
 def print_sentences(terminal: Terminal | None, sentences: Sequence[str], style: str | None = None) -> None:
