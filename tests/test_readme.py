@@ -18,7 +18,7 @@ from support.commands import ROOT, TARGET, ggpipe, output
 from ggpipe.launch import mpirun
 
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("prompts/*.md"), *ROOT.glob("ggpipe/models/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("prompts/*.md"), *ROOT.glob("ggpipe/models/*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 DRAFT = TARGET.with_name("tales-draft.gguf")
 
@@ -115,7 +115,7 @@ def test_a_conversation(command: str) -> None:
 def test_the_tools(tmp_path: Path) -> None:
     """What one command writes, another reads."""
     places = {"-m": TARGET, "-md": DRAFT, "--hostfile": hosts_for_three(tmp_path)}
-    written = {"-o", "--csv", "--plot", "--recording"}
+    written = {"-o", "--csv", "--plot", "--recording", "--receipt"}
     shorter: dict[str, tuple[object, ...]] = {
         "bench": ("-n", 4, "--rounds", 1, "--modes", "iterative,async", "-t", 1),
         "profile": ("--seconds", 1, "-t", 1),
@@ -124,6 +124,7 @@ def test_the_tools(tmp_path: Path) -> None:
         "plan": (),
     }
     several: dict[str, dict[str, tuple[object, ...]]] = {
+        "--receipt": {"bench": ("-n", 4, "--rounds", 1, "--seconds", 0.5, "-t", 1)},
         "--users": {"plan": ("--mode", "iterative"), "simulate": ("-n", 16)},
         "--sweep": {"simulate": ("-n", 16)},
     }

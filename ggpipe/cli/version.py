@@ -17,8 +17,8 @@ _LIMIT_S = 20.0
 
 def version_lines() -> Iterator[str]:
     """The versions of ggpipe and of what it uses. Libraries are loaded in another process, which may crash."""
-    commit = _commit()
-    yield f"ggpipe {__version__}" + (f" (commit {commit})" if commit else "")
+    own = commit()
+    yield f"ggpipe {__version__}" + (f" (commit {own})" if own else "")
     facts = _facts()
     if not facts:
         yield "libllama or the extension cannot be loaded: `ggpipe doctor` says why"
@@ -29,7 +29,7 @@ def version_lines() -> Iterator[str]:
     yield f"Python {facts['python']}, {facts['system']}"
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the sources, if they are a git checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():

@@ -50,6 +50,8 @@ def _line(what: str, path: Steps, content: Any, kind: type, name: Callable[[Step
             return f"{own} is missing"
         assert isinstance(wanted, inspect.StructType)
         return f"{own} is not known here; known are {', '.join(known.encode_name for known in wanted.fields)}"
+    if isinstance(wanted, inspect.LiteralType):
+        return f"{name(path)} must be {' or '.join(map(str, wanted.values))}, got {shown(value)}"
     if not what.startswith("Expected "):  # raised by the record itself
         return f"{name(path)}: {what}" if path else what
     return f"{name(path) or 'it'} must be {_described(wanted)}, got {shown(value)}"

@@ -29,7 +29,7 @@ COMMON = frozenset(
         "prompt", "file", "system", "single_turn", "n_predict", "n_ctx", "threads", "layer_split", "layouts",
         "hostfile", "restart", "n_ranks", "users", "mode", "modes", "rounds", "spec_type", "temp", "top_p",
         "top_k", "seed", "grammar", "json_schema", "acceptance", "recording", "csv", "json", "plots", "input",
-        "output", "format", "doctor_json", "doctor_report", "seconds", "tiny", "verbose",
+        "output", "format", "doctor_json", "doctor_report", "seconds", "tiny", "verbose", "receipt", "against",
     }
 )  # fmt: skip
 """Names of the options that --help shows; --help-all shows all."""
@@ -219,7 +219,7 @@ COMMANDS: tuple[Command, ...] = (
         name="demo",
         help="""Watch a bundled model write a tale: two ranks hold its layers, a third runs the draft model.
 
-        Part of the tale is then written again without the draft model, to compare the speeds. The first demo inflates
+        Its beginning is then written again without the draft model and with it, in turn, to compare the speeds. The first demo inflates
         the bundled models with zeros, to the cost of large ones: 447 MB in the cache folder, of which 33 MB take up
         disk space. `ggpipe demo -n 400 -s 7 --temp 0.8` writes a longer, different tale.
         """,

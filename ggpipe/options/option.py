@@ -171,6 +171,11 @@ class Options:
         """Whether the option has a value other than the command's default."""
         return any(given != self._command.default_of(row) for row, given in self._given.items() if row.name == name)
 
+    @property
+    def given(self) -> list[str]:
+        """Names of the options that have a value other than the command's default."""
+        return [row.name for row, value in self._given.items() if value != self._command.default_of(row)]
+
     def __getitem__(self, record: type[R]) -> R:
         """A record, with defaults for fields without a value. Raises SettingError for values out of bounds."""
         return record(**self.fields(record))

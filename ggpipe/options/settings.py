@@ -226,6 +226,9 @@ class BenchSettings:
     """Layer splits to compare. Empty: the layers are divided evenly among the ranks."""
     csv: Path | None = None
     json: Path | None = None
+    receipt: Path | None = None
+    profile_seconds: float = 15.0
+    """Seconds to measure the machines for the receipt."""
     plots: Path | None = None
     plot_format: PlotFormat = "svg"
     trace: Path | None = None
@@ -233,6 +236,7 @@ class BenchSettings:
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise SettingError("rounds", f"must be 1 or more, got {self.rounds}")
+        _check_measuring(None, self.profile_seconds)
         for mode in self.modes:
             check_choice("modes", mode, BENCH_MODES)
         for i, text in enumerate(self.layouts):
@@ -356,6 +360,8 @@ class SimulatedTraffic:
 class SimulateSettings:
     """What `simulate` varies, and the files for its results."""
 
+    against: Path | None = None
+    """A receipt to simulate, instead of a cluster."""
     sweep: tuple[str, ...] = ()
     csv: Path | None = None
     json: Path | None = None

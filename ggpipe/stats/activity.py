@@ -54,6 +54,8 @@ def speculates(stats: RequestStats) -> bool:
 class DrafterWork:
     """What a drafter did for a request."""
 
+    drafter: int
+    """Its id."""
     label: str
     """As in `registry.labels`."""
     n_judged: int
@@ -79,6 +81,7 @@ def drafters_of(stats: RequestStats, ranks: Sequence[RankStats]) -> list[Drafter
     n_output = collections.Counter(label for labels_of in stats.drafted_by for label in labels_of)
     return [
         DrafterWork(
+            drafter=drafter,
             label=labels[drafter],
             n_judged=judged.get(drafter, (0, 0))[0],
             n_right=judged.get(drafter, (0, 0))[1],

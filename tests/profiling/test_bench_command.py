@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import hashlib
 import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +19,8 @@ import pytest
 from support import in_process
 from support.commands import HANG_S, ROOT, TARGET, ggpipe, marked, processes_with
 from support.zoo import make
+
+from ggpipe.cluster import receipt as receipts
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 MODES = ("iterative", "speculative", "async", "single")
@@ -64,6 +68,48 @@ def test_layouts_side_by_side(tmp_path: Path) -> None:
         (layouts[1], 3),  # the draft is in the head's process
     ]
     assert {path.name for path in (tmp_path / "traces").iterdir()} == {"0.5,0.5_1.0_async.json", "1.0_2_async.json"}
+
+
+def test_a_receipt(tmp_path: Path) -> None:
+    """It says what was measured, and the simulator can be compared with it."""
+    path, home = tmp_path / "receipt.json", tmp_path / "home"
+    (home / "prompts").mkdir(parents=True)
+    prompt = home / "prompts" / "own.txt"
+    prompt.write_text("A king had three sons.")
+    result = ggpipe(
+        *PAIR, "-n", 8, "--rounds", 2, "-c", 256, "-f", prompt, "--temp", 0, "--mpi-layer-split", "0.5,0.5/1.0",
+        "--receipt", path, "--seconds", 1, "--hf-token", "hf_secret", HOME=str(home),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    own, text = receipts.read(path), path.read_text()
+    assert own.modes == MODES
+    assert own.command.startswith("ggpipe bench -m ")
+    assert " -f ~/prompts/own.txt " in own.command
+    assert "hf_secret" not in text
+    assert socket.gethostname() not in text.replace(own.versions.system, "")
+    assert [model.file for model in own.models] == [TARGET.name, DRAFT.name]
+    assert own.models[0].sha256 == (hashlib.sha256(TARGET.read_bytes()).hexdigest(),)
+    assert own.settings.layer_split == "0.5,0.5/1.0"
+    assert [(rank.rank, rank.node, rank.model, rank.layers) for rank in own.ranks] == [
+        (0, "node1", 0, (0, 4)),
+        (1, "node1", 0, (4, 8)),
+        (2, "node1", 1, (0, 2)),
+    ]
+    assert [facts.fingerprint for facts in own.profile.drafts] == [own.models[1].fingerprint]
+    assert len(own.runs) == 2 * len(MODES)
+    assert len({run.output for run in own.runs}) == 1, "greedy outputs are the same"
+    assert {drafter.model for run in own.runs for drafter in run.drafters} <= {0, 1}
+    assert {run.mode for run in own.runs if run.drafters} == {"speculative", "async"}
+    compared = in_process.ggpipe("simulate", "--against", path)
+    assert compared.returncode == 0, compared.stderr
+
+
+def test_a_receipt_of_a_model_that_cannot_be_divided(tmp_path: Path) -> None:
+    model, path = make("mamba", tmp_path / "mamba.gguf"), tmp_path / "receipt.json"
+    flags = ("-f", "prompts/tale.txt", "-n", 4, "--rounds", 1, "-c", 128, "-t", 1, "--seconds", 0.5)
+    result = in_process.ggpipe("bench", "-m", model, *flags, "--receipt", path)
+    assert result.returncode == 0, result.stderr
+    assert receipts.read(path).modes == ("iterative",)
 
 
 def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
@@ -138,6 +184,9 @@ def test_a_model_that_cannot_roll_back_is_not_speculated_for(tmp_path: Path) -> 
         (("--plots", "here", "--plot-format", "gif"), ("--plot-format must be svg, png or pdf, got gif",)),
         (("--plots", "pyproject.toml"), ("pyproject.toml",)),
         (("--csv", "/nowhere/runs.csv"), ("/nowhere",)),
+        (("--receipt", "/nowhere/r.json"), ("/nowhere",)),
+        (("--receipt", "r.json", "--seconds", "0"), ("--seconds must be positive",)),
+        (("--receipt", "r.json", *LAYOUT, "1.0", *LAYOUT, "1.0*2"), ("--receipt describes one layout",)),
         (("--mpi-layer-split", "0.5,0.5/1.0"), ("-md",)),
         (("--mode", "async"), ("--mode",)),
         ((*LAYOUT, "1.0", *LAYOUT, "1.0/1.0"), ("a split with ranks after the /", "-md")),

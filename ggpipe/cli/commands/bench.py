@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import cast
 
 from ggpipe.channel.client import EngineClient, StartedRanks
-from ggpipe.cli.launching import run_command, run_side_by_side
+from ggpipe.cli.launching import check_model_files, run_command, run_side_by_side
 from ggpipe.cli.messages import print_past_mpirun, show, warn
+from ggpipe.cli.receipts import Surroundings, check_receipt, measure_surroundings, write_receipt
 from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.files import check_writable, make_folder
 from ggpipe.display.live.live import LiveDisplay
@@ -76,6 +77,7 @@ def run(options: Options) -> int:
         raise SettingError("n_predict", f"must be 2 or more, got {prompt.n_predict}")
     if settings.plots is not None:
         check_plottable(Path(f"speed.{settings.plot_format}"))
+    check_receipt(settings)
     texts = functools.cache(lambda: _texts(settings.files, prompt))
     log_level = 2 if options[LogSettings].verbose else 5
 
@@ -92,10 +94,16 @@ def run(options: Options) -> int:
             speculation=speculation_config(options),
         )
         libllama.set_log_level(log_level)  # for a model in this process
-        return _bench(ranks, spec, options, functools.partial(sampling_config, options))
+        return _bench(ranks, spec, options, functools.partial(sampling_config, options), surroundings)
 
+    surroundings: Surroundings | None = None
     if len(layouts) == 1:
         only = next(iter(layouts.values()))
+        if settings.receipt is not None:
+            texts()
+            check_layout(config)
+            check_model_files(config, only[RankSettings].hostfile)
+            surroundings = measure_surroundings(config, only)
         return run_command(config, only, lambda ranks: front_end((ranks,)), prepare=texts)
     texts()
     for text, own in configs.items():
@@ -124,6 +132,7 @@ def _bench(
     spec: BenchSpec,
     options: Options,
     sampling: SamplingOf,
+    surroundings: Surroundings | None,
 ) -> int:
     settings = options[BenchSettings]
     check_writable(settings.csv, settings.json)
@@ -167,6 +176,8 @@ def _bench(
     except RunError as e:
         failure = failure or e
     _write_files(spec, settings, runs, work.cases)
+    if settings.receipt is not None and surroundings is not None:
+        write_receipt(settings.receipt, surroundings, spec.config, work, first, runs, terminal)
     if failure is not None:
         raise failure
     return 0

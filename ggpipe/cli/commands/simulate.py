@@ -9,6 +9,7 @@ from typing import get_args
 
 from ggpipe.cli.messages import show
 from ggpipe.cli.simulated import drafts_of, shapes_of, text_of, traffic_of
+from ggpipe.cluster.receipt import read as read_receipt
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.context import ContextConfig
@@ -19,6 +20,7 @@ from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.figures.trace import write_trace
 from ggpipe.display.files import check_writable
 from ggpipe.display.progress import SimulationProgress
+from ggpipe.display.tables.receipt import print_comparison, write_comparison
 from ggpipe.display.tables.simulation import (
     plot_simulation,
     print_simulation,
@@ -42,6 +44,7 @@ from ggpipe.options.settings import (
     SimulatedTraffic,
     SimulateSettings,
 )
+from ggpipe.sim.against_receipt import compare
 from ggpipe.sim.simulation_spec import TRAFFIC_NAMES, SimulationSpec
 from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.sweep import Combination, parse_axis, sweep
@@ -53,6 +56,8 @@ _N_TEXT = 256
 def run(options: Options) -> int:
     """Simulate, print and write the results, and return the exit code."""
     settings = options[SimulateSettings]
+    if settings.against is not None:
+        return _against(settings.against, options)
     axes = [parse_axis(text) for text in settings.sweep]
     traffic = traffic_of(options[SimulatedTraffic], options[SimulatedText].seed)
     is_shared = traffic is not None or any(axis.name in TRAFFIC_NAMES for axis in axes)
@@ -67,6 +72,23 @@ def run(options: Options) -> int:
     _write(settings, spec, found, modes)
     if (path := options[SimulatedTraffic].requests_csv) is not None:
         write_requests_csv(path, found[0])
+    return 0
+
+
+def _against(path: Path, options: Options) -> int:
+    """Compare the simulator with a receipt. Returns the exit code."""
+    if others := [name for name in options.given if name not in ("against", "json")]:
+        raise SettingError(
+            others[0], Wording("does not go with ", Setting("against")), "a receipt has its own settings"
+        )
+    json = options[SimulateSettings].json
+    check_writable(json)
+    receipt = read_receipt(path)
+    with SimulationProgress() as progress:
+        found = compare(receipt, progress)
+    print_comparison(receipt, found)
+    if json is not None:
+        write_comparison(json, receipt, found)
     return 0
 
 

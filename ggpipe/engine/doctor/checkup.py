@@ -74,6 +74,15 @@ def check_up(hosts: Sequence[str], models: Sequence[Path], wanted: Callable[[str
     return Checkup(facts=facts, findings=tuple(found))
 
 
+def facts_of(hosts: Sequence[str], limit_s: float) -> dict[str, MachineFacts]:
+    """What machines have, of those that answer within `limit_s` seconds. Raises RunError if processes cannot start."""
+    try:
+        answers = ask_all(dict.fromkeys(hosts), _command([], "", ""), limit_s)
+    except OSError as e:
+        raise RunError(f"cannot examine machines: {e}") from e
+    return {host: own for host, answer in answers.items() if (own := _facts(answer)) is not None}
+
+
 def _command(models: Sequence[Path], link_to: str, secret: str) -> list[str]:
     questions = Questions(models=tuple(str(path.absolute()) for path in models), link_to=link_to, secret=secret)
     return ["env", questions.environment, sys.executable, "-P", "-m", "ggpipe", "facts"]
