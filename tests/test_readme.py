@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 from support import in_process
 from support.commands import ROOT, TARGET, ggpipe, output
+from support.hub_server import hub_server
 
 from ggpipe.launch import mpirun
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("prompts/*.md"), *ROOT.glob("ggpipe/models/*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+README = (ROOT / "README.md").read_text()
 DRAFT = TARGET.with_name("tales-draft.gguf")
 
 
@@ -64,7 +66,8 @@ TOOLS = [
     for line in commands("README.md", "docs/plan.md", "docs/simulate.md", "docs/profile.md", "docs/bench.md")
     if "ggpipe generate" not in line and "ggpipe chat" not in line and "ggpipe serve" not in line
 ]
-CHAT = sorted({line for line in commands("README.md", "docs/chat.md") if "ggpipe chat" in line})
+CHAT = sorted({line for line in commands("README.md", "docs/chat.md") if "ggpipe chat" in line and "-hf " not in line})
+FROM_HUB = sorted({line for line in commands("README.md", "docs/models.md") if "chat -hf " in line})
 
 
 def put_in(words: list[str], places: dict[str, Path]) -> list[str]:
@@ -88,7 +91,8 @@ def test_the_readme_starts_with_two_commands() -> None:
 
 def test_the_pages_show_commands() -> None:
     assert len([line for line in commands("README.md") if "ggpipe generate" in line]) == 4
-    assert {line.split()[1] for line in TOOLS} == {"plan", "simulate", "profile", "record", "bench"}
+    assert {line.split()[1] for line in TOOLS} == {"doctor", "plan", "simulate", "profile", "record", "bench"}
+    assert len(FROM_HUB) == 2
     assert {line.split()[1] for line in TUTORIAL} == {"generate", "plan", "simulate", "profile", "record", "bench"}
 
 
@@ -112,6 +116,30 @@ def test_a_conversation(command: str) -> None:
     assert len(output(*words, "-p", "Once", "-n", 8, "-t", 1)) > 10
 
 
+@pytest.mark.parametrize("command", FROM_HUB)
+def test_a_model_from_the_hub(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command downloads the bundled models, under the names that it asks for, from a Hub on this machine."""
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path))
+    words = shlex.split(command)[1:]
+    named = {flag: words[words.index(flag) + 1].partition(":") for flag in ("-hf", "-hfd") if flag in words}
+    with hub_server() as hub:
+        for (flag, (repo, _, quant)), model in zip(named.items(), (TARGET, DRAFT), strict=False):
+            hub.repos[repo] = {f"{flag[1:]}-{quant}.gguf": model.read_bytes()}
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert len(output(*words, "-p", "Once", "-n", 8, "-t", 1)) > 10
+
+
+def test_what_to_expect() -> None:
+    """The speeds in the table are those that its commands simulate."""
+    rows = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| `ggpipe (simulate .*)` \|$", README, re.MULTILINE)
+    assert len(rows) == 3
+    for *speeds, command in rows:
+        printed = re.search(r"^t/s +(.*)$", once(*command.split()).stdout, re.MULTILINE)
+        assert printed is not None, command
+        simulated = [float(word) for word in printed[1].split()]
+        assert simulated == [pytest.approx(float(speed), rel=0.1) for speed in speeds], command
+
+
 def test_the_tools(tmp_path: Path) -> None:
     """What one command writes, another reads."""
     places = {"-m": TARGET, "-md": DRAFT, "--hostfile": hosts_for_three(tmp_path)}
@@ -121,6 +149,7 @@ def test_the_tools(tmp_path: Path) -> None:
         "profile": ("--seconds", 1, "-t", 1),
         "record": ("-n", 8, "-t", 1),
         "simulate": (),
+        "doctor": (),
         "plan": (),
     }
     several: dict[str, dict[str, tuple[object, ...]]] = {

@@ -11,7 +11,7 @@ from ggpipe.display.format import counted, human_rate, percent, three_digits
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.stats.records import RankStats, RequestStats
 
-_BUSY = 0.15  # share of the processors' time that others may use
+_BUSY = 0.25  # share of the processors' time that others may use; waiting ranks take a few percent
 _SPREAD = 1.5  # the largest ratio of a round, relative to the smallest
 
 
