@@ -29,8 +29,8 @@ _USUAL_HEADS = {"eagle3": head_shape, "dflash": block_head_shape, registry.MTP: 
 def shapes_of(options: Options) -> tuple[ModelShape | None, tuple[ModelShape, ...]]:
     """The shapes of the target and the draft models, from the headers of their files; None without a file."""
     models, context = options[ModelSettings], options[ContextConfig]
-    drafts = [_shape(path, context) for path in models.drafts]
-    return _shape(models.target, context), tuple(shape for shape in drafts if shape is not None)
+    drafts = [_shape(path, models.target, context) for path in models.drafts]
+    return _shape(models.target, None, context), tuple(shape for shape in drafts if shape is not None)
 
 
 def drafts_of(
@@ -56,16 +56,19 @@ def drafts_of(
     return tuple(found)
 
 
-def _shape(path: Path | None, context: ContextConfig) -> ModelShape | None:
+def _shape(path: Path | None, target: Path | None, context: ContextConfig) -> ModelShape | None:
+    """`target`: that of a draft model, if there is one."""
     if path is None:
         return None
     from ggpipe.llama import libllama  # only model files need libllama
+    from ggpipe.llama.draft_heads import open_draft
     from ggpipe.llama.gguf import ModelFile
     from ggpipe.llama.model_shape import shape_of
 
     libllama.set_log_level(5)
     types = (context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
-    return shape_of(ModelFile.open(path), *types, context.n_seq, MAX_PREFIXES)
+    file = ModelFile.open(path) if target is None else open_draft(path, target)
+    return shape_of(file, *types, context.n_seq, MAX_PREFIXES)
 
 
 def text_of(text: SimulatedText, drafters: SimulatedDrafters, n_drafts: int = 1) -> SyntheticText | Recording:

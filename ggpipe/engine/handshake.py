@@ -17,6 +17,8 @@ from ggpipe.core.layout import Layout
 from ggpipe.engine import wiring
 from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, Setting, Wording
 from ggpipe.llama import machine, mtp
+from ggpipe.llama.completed import does_not_fit
+from ggpipe.llama.draft_heads import open_draft
 from ggpipe.llama.eagle3 import head_misfit
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
@@ -41,6 +43,7 @@ def hello(transport: Transport, config: EngineConfig, model_file: ModelFile, mod
         memory_bytes=machine.available_bytes(),
         kind=registry.MTP if is_mtp else registry.kind_of(model_file.architecture),
         head_needs=wiring.needs_of(config, model, model_file),
+        target_fingerprint=ModelFile.open(config.model.path).fingerprint if is_mtp or model_file.borrowed else "",
     )
 
 
@@ -98,8 +101,20 @@ def check_heads(
         names = " and ".join(name for name, *_ in found)
         raise ModelError(Setting("draft.model"), f" names several draft heads ({names}): give one")
     name, needs, draft_layout = found[0]
-    if hellos[draft_layout.head].kind == registry.MTP:
-        _check_mtp(hellos[draft_layout.head], hellos[0], model_file, layout, draft_layout)
+    hello, first = hellos[draft_layout.head], hellos[0]
+    if hello.kind == registry.MTP:
+        mtp.check(model_file)
+    if hello.target_fingerprint not in ("", first.fingerprint):
+        raise ModelError(
+            f"rank {draft_layout.head} ({hello.host}) has another model than rank 0 ({first.host}) as ",
+            Setting("model"),
+            ": copy it there again",
+        )
+    if hello.kind == registry.MTP:
+        if layout.group_sizes or draft_layout.group_sizes:
+            raise ModelError(
+                "MTP layers do not work with groups: give each rank its own share in ", Setting("layer_split")
+            )
         return draft_layout
     problem: str | Wording = head_misfit(needs, model_file)
     if not problem and (layout.group_sizes or draft_layout.group_sizes):
@@ -108,21 +123,8 @@ def check_heads(
         n = len(draft_layout.stages)
         problem = Wording(f"heads run on one rank, and it has {n}: give it one share in ", Setting("layer_split"))
     if problem:
-        raise ModelError(Wording(Setting("draft.model"), f" {name} does not fit ", Setting("model"), ": "), problem)
+        raise does_not_fit(name, problem)
     return draft_layout
-
-
-def _check_mtp(mtp_hello: Hello, head: Hello, model_file: ModelFile, layout: Layout, mtp_layout: Layout) -> None:
-    """Can the target's MTP layers draft? Raises ModelError. `mtp_hello`: of their rank."""
-    mtp.check(model_file)
-    if mtp_hello.fingerprint != head.fingerprint:
-        raise ModelError(
-            f"rank {mtp_layout.head} ({mtp_hello.host}) has another model than rank 0 ({head.host}) as ",
-            Setting("model"),
-            ": copy it there again",
-        )
-    if layout.group_sizes or mtp_layout.group_sizes:
-        raise ModelError("MTP layers do not work with groups: give each rank its own share in ", Setting("layer_split"))
 
 
 def check_memory(
@@ -164,7 +166,7 @@ def needs_by_rank(
     drafts: list[tuple[ModelShape, Layout | None]] = []
     for draft, draft_layout in zip(config.drafts, draft_layouts, strict=True):
         with contextlib.suppress(ModelError):
-            draft_file = ModelFile.open(draft.model.path)
+            draft_file = open_draft(draft.model.path, config.model.path)
             shape = shape_of(draft_file, *types, draft.context.n_seq, n_prefixes)
             if draft.is_mtp:
                 shape = mtp.shape_of_mtp(draft_file, shape, *types[:2])

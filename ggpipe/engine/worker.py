@@ -34,6 +34,7 @@ from ggpipe.engine.stage_thread import (
 )
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.llama import machine
+from ggpipe.llama.draft_heads import open_draft
 from ggpipe.llama.eagle3 import TargetStates
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
@@ -66,7 +67,7 @@ class Worker:
     def serve(self) -> int:
         """Returns the exit code that the head gave."""
         try:
-            model_file = ModelFile.open(self._config.part_of(self._model).model.path)
+            model_file = open_draft(self._config.part_of(self._model).model.path, self._config.model.path)
             self._prompt_cache = wiring.prompt_cache(self._config, self._transport)
             self._prefix_files = wiring.prefix_files(self._config, self._transport, self._model)
             self._channel.send(HEAD, handshake.hello(self._transport, self._config, model_file, self._model))

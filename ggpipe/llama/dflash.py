@@ -57,13 +57,7 @@ def needs_of(model_file: ModelFile) -> HeadNeeds | None:
         raise ModelError(
             f"{path} drafts blocks of {block_size} tokens, the last accepted one included; convert it again"
         )
-    return HeadNeeds(
-        layers=tuple(map(int, layers)),
-        width=width,
-        has_embeddings="token_embd.weight" in tensors,
-        has_output="output.weight" in tensors or "token_embd.weight" in tensors,
-        horizon=block_size - 1,
-    )
+    return HeadNeeds(layers=tuple(map(int, layers)), width=width, horizon=block_size - 1)
 
 
 def _block_size(model_file: ModelFile) -> int:

@@ -45,14 +45,7 @@ def needs_of(model_file: ModelFile) -> HeadNeeds | None:
     width = model_file.metadata.get(f"{ARCHITECTURE}.target_hidden_size")
     if not isinstance(layers, tuple) or len(layers) != 3 or not isinstance(width, int):
         raise ModelError(f"{model_file.paths[0]} does not say which of its target's states it reads; convert it again")
-    tensors = model_file.tensors
-    return HeadNeeds(
-        layers=tuple(map(int, layers)),
-        width=width,
-        has_embeddings="token_embd.weight" in tensors,
-        has_output="output.weight" in tensors,
-        horizon=HORIZON,
-    )
+    return HeadNeeds(layers=tuple(map(int, layers)), width=width, horizon=HORIZON)
 
 
 def head_misfit(needs: HeadNeeds, target: ModelFile) -> str:
@@ -69,9 +62,6 @@ def head_misfit(needs: HeadNeeds, target: ModelFile) -> str:
     if not all(0 <= layer < target.n_layer for layer in needs.layers):
         layers = ", ".join(map(str, needs.layers))
         return f"it reads the inputs of layers {layers}, and the model has {target.n_layer} layers"
-    if not needs.has_embeddings or not needs.has_output:
-        what = "token embeddings" if not needs.has_embeddings else "output layer"
-        return f"it has no {what} of its own, and cannot read the model's: convert it with them"
     return ""
 
 

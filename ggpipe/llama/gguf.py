@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +43,8 @@ class ModelFile:
     array_lengths: Mapping[str, int]
     tensors: Mapping[str, TensorInfo]
     header_bytes: tuple[int, ...]
+    borrowed: Mapping[str, str] = field(default_factory=dict)
+    """Of a draft head: weights that are its target's, and their names there. The target's files follow the head's."""
 
     @classmethod
     def open(cls, path: Path) -> ModelFile:
@@ -132,10 +134,10 @@ class ModelFile:
 def has_header(path: Path) -> bool:
     """Whether a file begins with a whole GGUF header. What follows may be missing."""
     start()
-    gguf = _init(os.fsencode(path), _InitParams(no_alloc=True))
+    gguf = init_from_file(os.fsencode(path), InitParams(no_alloc=True))
     logged_errors()
     if gguf:
-        _free(gguf)
+        free(gguf)
     return bool(gguf)
 
 
@@ -150,7 +152,7 @@ class _Header:
 def _read_header(path: Path) -> _Header:
     check_model_file(path)
     logged_errors()
-    gguf = _init(os.fsencode(path), _InitParams(no_alloc=True))
+    gguf = init_from_file(os.fsencode(path), InitParams(no_alloc=True))
     if not gguf:
         why = "; ".join(re.sub(r"^\w+: ", "", line) for line in logged_errors()[:1])
         raise ModelError(f"{path} is a damaged or truncated GGUF file ({why or 'unreadable header'}); copy it again")
@@ -163,27 +165,27 @@ def _read_header(path: Path) -> _Header:
             {key: int(_array_length(gguf, i)) for key, i in keys.items() if _kind(gguf, i) == _ARRAY},
             [
                 (
-                    _text(_tensor_name(gguf, i)),
-                    first + int(_tensor_offset(gguf, i)),
+                    _text(tensor_name(gguf, i)),
+                    first + int(tensor_offset(gguf, i)),
                     int(_tensor_size(gguf, i)),
                     _text(type_name(_tensor_type(gguf, i))),
                 )
-                for i in range(_n_tensors(gguf))
+                for i in range(n_tensors(gguf))
             ],
             first,
         )
     finally:
-        _free(gguf)
+        free(gguf)
 
 
 # GGUF's reader in ggml, which is many times as fast with vocabularies as one in Python.
-class _InitParams(ctypes.Structure):
+class InitParams(ctypes.Structure):
     _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
 
 
 _gguf, _id = ctypes.c_void_p, ctypes.c_int64
-_init = ggml("gguf_init_from_file", _gguf, ctypes.c_char_p, _InitParams)
-_free = ggml("gguf_free", None, _gguf)
+init_from_file = ggml("gguf_init_from_file", _gguf, ctypes.c_char_p, InitParams)
+free = ggml("gguf_free", None, _gguf)
 _n_kv = ggml("gguf_get_n_kv", _id, _gguf)
 _key = ggml("gguf_get_key", ctypes.c_char_p, _gguf, _id)
 _kind = ggml("gguf_get_kv_type", ctypes.c_int, _gguf, _id)
@@ -192,9 +194,9 @@ _array_length = ggml("gguf_get_arr_n", ctypes.c_size_t, _gguf, _id)
 _array_kind = ggml("gguf_get_arr_type", ctypes.c_int, _gguf, _id)
 _array_data = ggml("gguf_get_arr_data", ctypes.c_void_p, _gguf, _id)
 _data_offset = ggml("gguf_get_data_offset", ctypes.c_size_t, _gguf)
-_n_tensors = ggml("gguf_get_n_tensors", _id, _gguf)
-_tensor_name = ggml("gguf_get_tensor_name", ctypes.c_char_p, _gguf, _id)
-_tensor_offset = ggml("gguf_get_tensor_offset", ctypes.c_size_t, _gguf, _id)
+n_tensors = ggml("gguf_get_n_tensors", _id, _gguf)
+tensor_name = ggml("gguf_get_tensor_name", ctypes.c_char_p, _gguf, _id)
+tensor_offset = ggml("gguf_get_tensor_offset", ctypes.c_size_t, _gguf, _id)
 _tensor_size = ggml("gguf_get_tensor_size", ctypes.c_size_t, _gguf, _id)
 _tensor_type = ggml("gguf_get_tensor_type", ctypes.c_int, _gguf, _id)
 type_name = ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)

@@ -14,6 +14,7 @@ import numpy as np
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.drafters.registry import HEADS
 from ggpipe.errors import ModelError, RunError, Setting, SettingError
+from ggpipe.llama.completed import EMBEDDINGS, as_one_file
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
 from ggpipe.llama.machine import advise, lock_memory
@@ -135,11 +136,12 @@ def load_layers(
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
     logged_errors()
-    stage.begin_load(mapping.places if mapping else {}, use_in_place=mapped)
-    try:
-        model = lib.llama_model_load_from_file(os.fsencode(file.paths[0]), params)
-    finally:
-        stage.end_load()
+    with as_one_file(file, lambda name: not mapped or (config.repack and name != EMBEDDINGS)) as path:
+        stage.begin_load(mapping.places if mapping else {}, use_in_place=mapped)
+        try:
+            model = lib.llama_model_load_from_file(os.fsencode(path), params)
+        finally:
+            stage.end_load()
     if not model:
         if not wanted:
             raise RunError("loading was stopped")

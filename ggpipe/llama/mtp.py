@@ -40,8 +40,6 @@ def needs_of(model_file: ModelFile) -> HeadNeeds:
     return HeadNeeds(
         layers=(input_of_mtp(model_file.n_layer),),
         width=ModelHeader(model_file).width,
-        has_embeddings=True,
-        has_output=True,
         horizon=HORIZON,
     )
 

@@ -38,6 +38,8 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     """The kind of the model's drafter if it is not the target, as in `core.drafters.registry`."""
     head_needs: HeadNeeds | None = None
     """Requirements of a draft head or MTP layers; None: the model is neither."""
+    target_fingerprint: str = ""
+    """Of the target's file, where MTP layers or a draft head take weights from it."""
 
 
 class LoadLayers(ControlMessage, frozen=True):

@@ -160,7 +160,7 @@ class PlainDFlash:
         start()
         with reference_kernels():
             self._target = Whole(target)
-        self._head = Whole(head)
+        self._head = Whole(head, other=self._target)
         self._inputs = inputs_of(self._target, self._head, len(LAYERS))
         lib.llama_set_causal_attn(self._head.context, False)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,12 +24,15 @@ _INTS = ctypes.POINTER(ctypes.c_int32)
 class Whole:
     """A whole model and a context of one sequence."""
 
-    def __init__(self, path: Path, load_mtp: bool = False, mtp_of: Any = None) -> None:
-        """`load_mtp`: with its MTP layers. `mtp_of`: the loaded model, for a context of these."""
+    def __init__(self, path: Path, load_mtp: bool = False, mtp_of: Any = None, other: Whole | None = None) -> None:
+        """`load_mtp`: with its MTP layers. `mtp_of`: the loaded model, for a context of these. `other`: the model that
+        this one takes weights from which its file lacks."""
         model_params, params = lib.llama_model_default_params(), lib.llama_context_default_params()
         model_params.load_mtp = load_mtp
         self.model: Any = mtp_of or lib.llama_model_load_from_file(os.fsencode(path), model_params)
         params.ctx_type = int(mtp_of is not None)
+        if other is not None:
+            params.ctx_other = other.context
         params.n_ctx = params.n_batch = params.n_ubatch = 512
         params.n_threads = params.n_threads_batch = 1
         params.flash_attn_type = 1
@@ -76,7 +80,7 @@ class PlainHead:
         start()
         with reference_kernels():
             self._target = Whole(target)
-        self._head = Whole(head)
+        self._head = Whole(head, other=self._target)
         self._inputs = inputs_of(self._target, self._head, 3)
         extension(
             "_Z26llama_set_embeddings_nextnP13llama_contextbb", None, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool
@@ -110,3 +114,24 @@ class PlainHead:
             lib.llama_memory_seq_rm(head.memory, 0, last, -1)
             drafted[epoch] = tokens
         return drafted
+
+
+def reduced(head: Path, path: Path, drafted: range, drop: Sequence[str] = ()) -> Path:
+    """Write a head that drafts these tokens only. `drop`: tensors to leave out."""
+    reader = gguf.GGUFReader(head)
+    writer = gguf.GGUFWriter(path, "eagle3")
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(
+                key, field.contents(), field.types[0], field.types[1] if len(field.types) > 1 else None
+            )
+    for tensor in reader.tensors:
+        if tensor.name not in drop:
+            data = tensor.data[drafted] if tensor.name == "output.weight" else tensor.data
+            writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.add_tensor("d2t", np.array(drafted, np.int64), raw_dtype=gguf.GGMLQuantizationType.I64)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

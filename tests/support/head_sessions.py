@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
-from ggpipe.config.model import ModelConfig
+from ggpipe.config.model import LoadMode, ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.errors import ModelError
@@ -39,12 +40,17 @@ def config_of(
     target: Path = TARGET,
     n_requests: int = 1,
     fast_kernels: bool = True,
+    load_mode: LoadMode = "mmap",
 ) -> EngineConfig:
-    """`own`: each head has a rank of its own; otherwise it is inside the first rank's process. `fast_kernels`: whether
-    the heads use them."""
+    """`own`: each head has a rank of its own; otherwise it is inside the first rank's process. `fast_kernels`,
+    `load_mode`: of the heads."""
     context = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2 * n_requests, n_branches=16, fast_kernels=fast_kernels)
     drafts = tuple(
-        DraftConfig(model=ModelConfig(path=head), context=context, layer_split=LayerSplit((1.0,)) if own else None)
+        DraftConfig(
+            model=ModelConfig(path=head, load_mode=load_mode),
+            context=context,
+            layer_split=LayerSplit((1.0,)) if own else None,
+        )
         for head in heads
     )
     target_context = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2 * n_requests, n_branches=16, exact=exact)
@@ -99,12 +105,18 @@ DraftsOf = Callable[[Sequence[int], Sequence[int], Sequence[int], int], dict[int
 
 
 def check_drafts(
-    head: Path, kind: str, drafts_of: DraftsOf, monkeypatch: pytest.MonkeyPatch, fast_kernels: bool = True
+    head: Path,
+    kind: str,
+    drafts_of: DraftsOf,
+    monkeypatch: pytest.MonkeyPatch,
+    fast_kernels: bool = True,
+    **settings: Any,
 ) -> int:
     """Draft tokens are `drafts_of`'s, drafted in turn with the target, along the same text. Returns the number of
-    accepted ones. Without `fast_kernels`, the head has ggml's bits."""
+    accepted ones. Without `fast_kernels`, the head has ggml's bits. `settings`: further ones of `config_of`."""
     sent = chains_sent(monkeypatch)
-    with local_session(config_of(0.4, 0.3, 0.3, heads=(head,), fast_kernels=fast_kernels), 4) as session:
+    config = config_of(0.4, 0.3, 0.3, heads=(head,), fast_kernels=fast_kernels, **settings)
+    with local_session(config, 4) as session:
         tokens, stats = generate(session, GREEDY, modes_of(kind)["speculative"])
     sent.pop(0, None)  # before the first token is sampled, llama.cpp drafts nothing
     expected = drafts_of(prompt(), tokens, sorted(sent), 3)

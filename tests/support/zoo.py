@@ -176,6 +176,12 @@ def quantize(src: Path, dst: Path, ftype_name: str) -> Path:
     return dst
 
 
+def without(src: Path, dst: Path, drop: str) -> Path:
+    """Write `src` without the tensors whose names match `drop`."""
+    _copy(src, dst, drop)
+    return dst
+
+
 def split(src: Path, dst_prefix: Path, n: int) -> list[Path]:
     """Write `src` as `dst_prefix-00001-of-0000n.gguf`, ...; libllama opens the first and finds the others."""
     parts = [dst_prefix.with_name(f"{dst_prefix.name}-{i:05d}-of-{n:05d}.gguf") for i in range(1, n + 1)]

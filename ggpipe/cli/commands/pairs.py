@@ -8,6 +8,7 @@ from ggpipe.cli.messages import in_flags
 from ggpipe.config.model import ModelConfig
 from ggpipe.display.format import harmless, human_bytes
 from ggpipe.errors import ModelError, RunError, Setting, UsageError
+from ggpipe.llama.completed import misfit
 from ggpipe.llama.draft_heads import needs_of
 from ggpipe.llama.eagle3 import head_misfit
 from ggpipe.llama.gguf import ModelFile
@@ -44,7 +45,7 @@ def _misfit(target: ModelFile, vocab: Vocab, draft: ModelFile, path: Path) -> st
     """Why a draft model does not fit; empty if it fits."""
     needs = needs_of(draft)
     if needs is not None:
-        return head_misfit(needs, target)
+        return head_misfit(needs, target) or misfit(draft, target)
     own = Vocab(draft, ModelConfig(path=path))
     try:
         vocab.with_draft(own.outline())

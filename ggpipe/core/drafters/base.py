@@ -29,10 +29,6 @@ class HeadNeeds:
     """The layers whose inputs it reads."""
     width: int
     """Numbers in a state of the target."""
-    has_embeddings: bool
-    """Whether the head has its own token embeddings."""
-    has_output: bool
-    """Whether the head has its own output layer."""
     horizon: int
     """Depth of the deepest draft token below the last verified one."""
 
