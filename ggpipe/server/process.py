@@ -19,6 +19,7 @@ from ggpipe.api.engine_thread import EngineThread
 from ggpipe.engine.signals import Signals
 from ggpipe.errors import SettingError, Terminated
 from ggpipe.options.server import ServerConfig
+from ggpipe.server import half_closed
 from ggpipe.server.app import application
 from ggpipe.server.endpoints.shared import Server, Serving
 from ggpipe.server.receiving import BodyReader
@@ -138,7 +139,7 @@ async def _serve(
     n_connections = _connections(config.n_connections)
     settings = uvicorn.Config(
         application(server, serving.keys, all(map(_is_on_loopback, listeners))),
-        http="h11",
+        http=half_closed.Protocol,
         backlog=min(n_connections, _MOST_ACCEPTED),
         limit_concurrency=n_connections,
         ws="none",

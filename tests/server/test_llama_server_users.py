@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.request
 from collections.abc import Iterator
 
@@ -53,6 +54,15 @@ def test_the_prompt_is_returned_on_request(serving: Serving) -> None:
     with serving.streaming("/v1/chat/completions", {**chat, "verbose": True}) as stream:
         events = [json.loads(line[6:]) for line in stream.read().decode().splitlines() if line.startswith("data: {")]
     assert [HELLO[0]["content"] in one["__verbose"]["prompt"] for one in events if "__verbose" in one] == [True]
+
+
+def test_a_client_may_close_its_half_of_the_connection(serving: Serving) -> None:
+    body = json.dumps({"prompt": "Once", "n_predict": 1}).encode()
+    head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", serving.port)) as client, client.makefile("rb") as reply:
+        client.sendall(head.encode() + body)
+        client.shutdown(socket.SHUT_WR)
+        assert reply.readline().startswith(b"HTTP/1.1 200")
 
 
 def test_responses_have_timings(serving: Serving) -> None:
