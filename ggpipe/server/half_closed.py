@@ -13,7 +13,7 @@ _GRACE_S = 1.0
 class Protocol(H11Protocol):
     """uvicorn's, which would drop such a connection at once."""
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio takes what it returns
         """The client sends nothing more. Returns whether the connection stays open."""
         is_encrypted = self.transport.get_extra_info("ssl_object") is not None  # then it cannot stay open
         if is_encrypted or self.cycle is None or self.cycle.response_complete:

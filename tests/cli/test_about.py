@@ -68,10 +68,11 @@ def test_completion(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_completion_of_other_shells(shell: str, tmp_path: Path) -> None:
-    folders = {"XDG_DATA_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
-    result = ggpipe("--install-completion", **folders, SHELL=f"/usr/bin/{shell}")
+    own = str(tmp_path)
+    result = ggpipe("--install-completion", XDG_DATA_HOME=own, XDG_CONFIG_HOME=own, SHELL=f"/usr/bin/{shell}")
     path = Path(result.stdout.removeprefix("wrote ").partition(": ")[0])
-    assert ggpipe("--install-completion", shell, **folders, SHELL="/bin/bash").stdout == result.stdout
+    again = ggpipe("--install-completion", shell, XDG_DATA_HOME=own, XDG_CONFIG_HOME=own, SHELL="/bin/bash")
+    assert again.stdout == result.stdout
     script = path.read_text()
     for command in SHOWN:
         assert command.name in script
