@@ -14,6 +14,7 @@ from ggpipe._version import __version__ as __version__
 if TYPE_CHECKING:
     from ggpipe.api.answer import Answer as Answer
     from ggpipe.api.batch import Batch as Batch
+    from ggpipe.api.download import download as download
     from ggpipe.api.engine import Engine as Engine
     from ggpipe.api.keywords import EngineOptions as EngineOptions
     from ggpipe.api.keywords import RequestOptions as RequestOptions
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ggpipe.api.answer": ("Answer",),
     "ggpipe.api.batch": ("Batch",),
+    "ggpipe.api.download": ("download",),
     "ggpipe.api.engine": ("Engine",),
     "ggpipe.api.keywords": ("EngineOptions", "RequestOptions"),
     "ggpipe.config.context": ("ContextConfig",),

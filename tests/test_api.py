@@ -39,6 +39,7 @@ ENGINE = {
     "RequestStats",
     "Token",
     "TokenProb",
+    "download",
 }
 RANKS = {"Head", "RequestSpec", "Session", "run_rank"}
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import abc
 import itertools
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
 
 import msgspec
 
@@ -22,6 +22,7 @@ from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import BodyError
 
 MOST_STOPS = 64
+MOST_BIASED_STRINGS = 256
 _RANDOM_SEED = 2**32 - 1  # llama-server's value for a random seed
 _SAME = {
     name: kind
@@ -63,13 +64,33 @@ class SamplingBody(_SameFields, kw_only=True):
     dry_sequence_breakers: list[str] | None = None
     samplers: list[str] | str | None = None
     """A list of names, or a string of letters."""
-    logit_bias: dict[str, float] | list[tuple[TokenId, float | bool]] | None = None
-    """Bias per token; false: the token is never sampled."""
+    logit_bias: dict[str, float | bool] | list[tuple[TokenId | str, float | bool]] | None = None
+    """Bias per token; false: the token is never sampled. A string that is no token id stands for all of its tokens."""
     stop: str | list[str] | None = None
     reasoning_budget_tokens: int | None = None
     """Maximum reasoning tokens in conversations; -1: the server's default."""
     thinking_budget_tokens: int | None = None
     """llama-server's older name for `reasoning_budget_tokens`."""
+
+    @property
+    def biased_strings(self) -> list[str]:
+        """The strings in `logit_bias` that are no token ids. Raises BodyError if they are too many."""
+        given = self.logit_bias or ()
+        found = [one for one in (given if isinstance(given, dict) else dict(given)) if not _is_token_id(one)]
+        if len(found) > MOST_BIASED_STRINGS:
+            raise BodyError(
+                f"`logit_bias` must have at most {MOST_BIASED_STRINGS} strings, got {len(found)}", "logit_bias"
+            )
+        return cast("list[str]", found)
+
+    def tokenize_biases(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        """Replace the strings in `logit_bias` by their tokens."""
+        given = self.logit_bias or ()
+        self.logit_bias = [
+            (token, bias)
+            for one, bias in (given.items() if isinstance(given, dict) else given)
+            for token in (tokens[str(one)] if one in tokens else (one,))
+        ]
 
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
         """The body's settings. `usual`: for settings that the body omits. Raises SettingError, BodyError."""
@@ -108,10 +129,14 @@ def _stops(stop: str | list[str]) -> tuple[str, ...]:
     return tuple(filter(None, texts))
 
 
-def _biases(biases: dict[str, float] | list[tuple[int, float | bool]]) -> tuple[tuple[int, float], ...]:
+def _is_token_id(token: int | str) -> bool:
+    return isinstance(token, int) or (token.isdecimal() and token.isascii() and len(token) < 10)
+
+
+def _biases(biases: dict[str, float | bool] | list[tuple[int | str, float | bool]]) -> tuple[tuple[int, float], ...]:
     found: list[tuple[int, float]] = []
     for token, bias in biases.items() if isinstance(biases, dict) else biases:
-        if isinstance(token, str) and not (token.isdecimal() and token.isascii() and len(token) < 10):
+        if not _is_token_id(token):
             raise BodyError(f"`logit_bias` must have token ids as keys, got {token!r}", "logit_bias")
         found.append((int(token), float("-inf") if bias is False else float(bias)))
     return tuple(found)
@@ -150,6 +175,8 @@ class GenerationBody(SamplingBody, kw_only=True):
     """Stream how much of the prompt has been processed."""
     timings_per_token: bool | None = None
     """Add timings to every event of the stream, instead of only the last one."""
+    verbose: bool | None = None
+    """Add llama-server's own reply, with the prompt's text, to replies of OpenAI's API as `__verbose`."""
     sse_ping_interval: int | None = None
     """Seconds between pings in this stream; 0, -1: no pings. None: the server's default."""
     n: ChoiceCount | None = None

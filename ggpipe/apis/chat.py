@@ -31,7 +31,17 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     """How much the model should reason. Ignored by templates that lack it."""
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """Ask for the model's message after the others; None: yes."""
+    continue_final_message: bool | None = None
+    """Continue the last message, which is the model's; so it is anyway, unless `add_generation_prompt` is false."""
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BodyError(
+                "`add_generation_prompt` and `continue_final_message` cannot both be true: leave one of them out",
+                "continue_final_message",
+            )
 
     @property
     def prompts(self) -> Sequence[Conversation]:
@@ -51,7 +61,7 @@ class ChatBody(GenerationBody, kw_only=True):
         return [
             Conversation(
                 messages=messages, tools=tools, choice=choice, further=further,
-                add_generation_prompt=self.add_generation_prompt,
+                add_generation_prompt=self.add_generation_prompt is not False or bool(self.continue_final_message),
             )
         ]  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -18,10 +18,18 @@ from ggpipe.text.chat.tools.events import AnswerEvent, Text
 COMPLETIONS = "/v1/completions"
 
 
-class PromptObject(msgspec.Struct, kw_only=True):
-    """llama-server's form of prompts for multimodal models."""
+class TextPart(msgspec.Struct, kw_only=True):
+    """A part of a prompt. There are no others than text."""
 
-    prompt_string: str
+    type: Literal["text"]
+    text: str
+
+
+class PromptObject(msgspec.Struct, kw_only=True):
+    """llama-server's forms of prompts for multimodal models: a string, or parts."""
+
+    prompt_string: str | None = None
+    content: list[TextPart] | None = None
     multimodal_data: Annotated[list[str], msgspec.Meta(max_length=0)] | None = None
     """Not supported."""
 
@@ -33,20 +41,24 @@ PromptField = str | PromptObject | list[TokenId | str | list[TokenId | str] | Pr
 def prompts_of(given: PromptField, name: str = "prompt", most: int = MOST_CHOICES) -> Sequence[BodyPrompt]:
     """The prompts of a body, at most `most`. `name`: of the field. Raises BodyError."""
     if not isinstance(given, list):
-        return [_prompt(given)]
+        return [_prompt(given, name)]
     if not given or any(isinstance(part, int) for part in given):
         parts = [part for part in given if isinstance(part, int | str)]
         if len(parts) == len(given):
             return [parts]
     elif len(given) <= most:
-        return [_prompt(one) for one in given if not isinstance(one, int)]
+        return [_prompt(one, f"{name}[{i}]") for i, one in enumerate(given) if not isinstance(one, int)]
     raise BodyError(
         f"`{name}` must be a string, a list of tokens and strings, or at most {most} of these", name
     )  # fmt: skip
 
 
-def _prompt(one: str | PromptObject | list[int | str]) -> BodyPrompt:
-    return one.prompt_string if isinstance(one, PromptObject) else one
+def _prompt(one: str | PromptObject | list[int | str], at: str) -> BodyPrompt:
+    if not isinstance(one, PromptObject):
+        return one
+    if (one.prompt_string is None) == (not one.content):
+        raise BodyError(f"`{at}` must have either `prompt_string` or a `content` with parts", at)
+    return one.prompt_string if one.prompt_string is not None else "".join(part.text for part in one.content or ())
 
 
 class CompletionBody(GenerationBody, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -58,12 +58,23 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 class NativeWriter(Writer):
     """The reply to `/completion`."""
 
-    def __init__(self, body: NativeBody, model: str, slot_of: Callable[[str], int]) -> None:
-        """`slot_of`: the slot of the output with this key; -1: none."""
+    def __init__(
+        self, body: GenerationBody, model: str, slot_of: Callable[[str], int], fields: Sequence[str] = ()
+    ) -> None:
+        """`slot_of`: the slot of the output with this key; -1: none. `fields`: fields of the last part or whole reply;
+        empty: all."""
         super().__init__(splits=False)
+        self.prompts: Mapping[int, str] = {}
+        """The text of each of the request's prompts."""
         self._body = body
+        self._fields = fields
         self._model = model
         self._slot_of = slot_of
+
+    @property
+    def shows_prompts(self) -> bool:
+        """Whether `prompts` will be written."""
+        return not self._fields or "prompt" in self._fields
 
     def progress(self, output: Output, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
         yield {**self._part(output, "", []), "prompt_progress": prompt_progress}
@@ -107,6 +118,7 @@ class NativeWriter(Writer):
         stats = output.stats
         ending = {
             "model": self._model,
+            "prompt": self.prompts.get(output.prompt, ""),
             "stop_type": _STOP_TYPES.get(stats.finish, "limit") if stats.finish is not None else "limit",
             "stopping_word": stop_string,
             "has_new_line": any("\n" in token.text for token in output.tokens),
@@ -115,7 +127,7 @@ class NativeWriter(Writer):
             "tokens_cached": stats.counters.cached_tokens,
             "timings": timings(stats),
         }
-        return _chosen({**self._part(output, text, tokens, stop=True), **ending}, self._body.response_fields or ())
+        return _chosen({**self._part(output, text, tokens, stop=True), **ending}, self._fields)
 
 
 def settings(sampling: SamplingConfig, n_predict: int) -> dict[str, Any]:

@@ -122,6 +122,8 @@ class ChoiceWriter(Writer):
         self._common = {"id": identity, "created": int(time.time()), "model": model, **further}
         self._body = body
         self.by_token = bool(body.return_origins)
+        self.native: Writer | None = None
+        """Writes the first output as llama-server's `/completion` does, for `__verbose`; None: without that."""
         self._answers: dict[int, WholeAnswer] = {}
         """Per output."""
         self._tokens: dict[int, list[Token]] = {}
@@ -153,7 +155,7 @@ class ChoiceWriter(Writer):
         index = output.index
         last = _choice(index, self.empty, finish_reason(output.stats, self._answers[index]))
         last["logprobs"] = self._logprobs(index, self._tokens[index])
-        yield self._chunk([last], timings=timings(output.stats))
+        yield self._chunk([last], timings=timings(output.stats), **self._verbose([output]))
 
     def finish(self, outputs: Sequence[Output]) -> Iterator[ApiEvent]:
         if self._body.includes_usage:
@@ -166,7 +168,12 @@ class ChoiceWriter(Writer):
             choice = _choice(index, self._content(answer), finish_reason(output.stats, answer))
             choices.append({**choice, "logprobs": self._logprobs(index, output.tokens)})
         figures = {"usage": usage(outputs), "timings": timings(outputs[0].stats)}
-        return {"choices": choices, **self._common, "object": self.whole_object, **figures}
+        return {
+            "choices": choices, **self._common, "object": self.whole_object, **figures, **self._verbose(outputs),
+        }  # fmt: skip
+
+    def _verbose(self, outputs: Sequence[Any]) -> dict[str, Any]:
+        return {} if self.native is None else {"__verbose": self.native.whole(outputs[:1], ("",))}
 
     def _chunk(self, choices: list[dict[str, Any]], **further: Any) -> ApiEvent:
         return {"choices": choices, **self._common, "object": self.chunk_object, **further}

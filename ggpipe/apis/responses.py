@@ -17,6 +17,7 @@ from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Token
 from ggpipe.errors import BodyError
+from ggpipe.text.chat.tools.events import AnswerEvent
 
 RESPONSES = "/v1/responses"
 _WITH_LOGPROBS = "message.output_text.logprobs"
@@ -163,6 +164,7 @@ class ResponseWriter(ItemWriter):
         super().__init__(splits)
         self._n_events = 0
         self._n_best = body.n_best_probs
+        self._has_timings = bool(body.timings_per_token)
         text = {"format": {"type": "text"}} if body.text is None else msgspec.to_builtins(body.text)
         self._response: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(24)}",
@@ -194,6 +196,12 @@ class ResponseWriter(ItemWriter):
     def begin(self, output: WrittenOutput) -> Iterator[ApiEvent]:
         yield self._event("response.created", response=self._response)
         yield self._event("response.in_progress", response=self._response)
+
+    def add(self, output: WrittenOutput, parts: Sequence[AnswerEvent], tokens: Sequence[Token]) -> Iterator[ApiEvent]:
+        for event in super().add(output, parts, tokens):
+            if self._has_timings and event["type"].endswith(".delta"):
+                event["timings"] = timings(output.stats)
+            yield event
 
     def progress(self, output: WrittenOutput, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
         yield self._event("response.in_progress", response=self._response, prompt_progress=prompt_progress)

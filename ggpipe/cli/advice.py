@@ -22,7 +22,7 @@ NEEDLESS = {
 }  # fmt: skip
 """llama.cpp's flags that change nothing here, with the number of their values. They are accepted."""
 
-ALONE = ("--version", "--install-completion")
+ALONE = ("--version", "--install-completion", "--man")
 """Flags that come without a command."""
 
 _LAYER_SPLIT = Setting("layer_split")

@@ -52,7 +52,7 @@ def _run(arguments: Sequence[str]) -> int:
         arguments = [*arguments[1:2], "--help"]
     try:
         command = named_command(COMMANDS, arguments)
-        if command is None and (code := _about(arguments[:1])) is not None:
+        if command is None and (code := _about(arguments)) is not None:
             return code
         if command is None:
             raise HelpWanted
@@ -72,17 +72,22 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _about(words: Sequence[str]) -> int | None:
     """Answer a flag that comes without a command. Returns the exit code, or None for other words."""
-    if words == ["--version"]:
+    if words[:1] == ["--version"]:
         from ggpipe.cli.version import version_lines
 
         for line in version_lines():
             print(line, flush=True)
         return 0
-    if words == ["--install-completion"]:
+    if words[:1] == ["--install-completion"]:
         from ggpipe.cli.completion import install_completion
 
-        path = install_completion(COMMANDS, OPTIONS)
-        print(f"wrote {path}: bash-completion loads it in new shells")
+        path, loads = install_completion(COMMANDS, OPTIONS, *words[1:2])
+        print(f"wrote {path}: {loads}")
+        return 0
+    if words[:1] == ["--man"]:
+        from ggpipe.cli.man import manual
+
+        print(manual(COMMANDS, OPTIONS), end="")
         return 0
     return None
 

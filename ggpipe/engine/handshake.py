@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ggpipe._version import __version__
 from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank
@@ -41,6 +41,8 @@ def hello(transport: Transport, config: EngineConfig, model_file: ModelFile, mod
         libllama=machine.libllama_version(),
         cpu_features=tuple(sorted(machine.cpu_features())),
         memory_bytes=machine.available_bytes(),
+        n_threads=max(wiring.threads_of(config, transport, model)),
+        n_cores=wiring.machine_cores(transport),
         kind=registry.MTP if is_mtp else registry.kind_of(model_file.architecture),
         head_needs=wiring.needs_of(config, model, model_file),
         target_fingerprint=ModelFile.open(config.model.path).fingerprint if is_mtp or model_file.borrowed else "",
@@ -73,7 +75,20 @@ def compare(hellos: Sequence[Hello]) -> list[Wording]:
             differ = sorted(set(other.cpu_features) ^ set(head.cpu_features))
             line = f"{where} uses other CPU features than rank 0 ({', '.join(differ)}): output may differ"
             warnings.append(Wording(line))
-    return warnings
+    return [*warnings, *_too_many_threads(hellos)]
+
+
+def _too_many_threads(hellos: Sequence[Hello]) -> Iterator[Wording]:
+    """A warning for each machine with more threads than cores, unless each rank has only one, as ranks must."""
+    for host in dict.fromkeys(hello.host for hello in hellos):
+        own = [hello for hello in hellos if hello.host == host]
+        n_threads, n_cores = sum(hello.n_threads for hello in own), max(hello.n_cores for hello in own)
+        if n_threads > max(n_cores, len(own)):
+            ranks = "its rank has" if len(own) == 1 else f"its {len(own)} ranks have"
+            yield Wording(
+                f"{host} will be slow: {ranks} {n_threads} threads, and it has {n_cores} cores: lower ",
+                Setting("threads"),
+            )
 
 
 def check_heads(

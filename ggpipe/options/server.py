@@ -27,10 +27,12 @@ class ServerConfig:
     """Settings of the HTTP server, with llama-server's names and defaults."""
 
     host: str = "127.0.0.1"
+    """Addresses to listen on, separated by commas."""
     port: int = 8080
     """0: any free port."""
     alias: str | None = None
-    """Names of the model in the API, separated by commas. None: the name of its file."""
+    """Names of the model in the API, separated by commas; the first in alphabetical order is its id. None: the name of
+    its file."""
     tags: str | None = None
     """Words about the model, separated by commas, which the API returns."""
     api_key: str | None = None
@@ -77,6 +79,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_range("port", self.port, 0, 65535)
+        if not self.hosts:
+            raise SettingError("host", f"needs an address, got {self.host!r}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise SettingError("timeout_s", f"must be a positive number of seconds, got {self.timeout_s:g}")
         if self.sse_ping_interval_s != -1 and not 0 < self.sse_ping_interval_s < math.inf:
@@ -107,9 +111,14 @@ class ServerConfig:
             )
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses to listen on."""
+        return words_of(self.host)
+
+    @property
     def aliases(self) -> tuple[str, ...]:
-        """The model's names; empty: the name of its file."""
-        return words_of(self.alias)
+        """The model's names in alphabetical order, as in llama-server; empty: the name of its file."""
+        return tuple(sorted(set(words_of(self.alias))))
 
     @property
     def client_limit_s(self) -> float:

@@ -64,7 +64,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(settings.ProfileSettings, MODEL, "layers", "--layers", metavar="A-B", parse=lists.layers, help="Layers to measure, A to B inclusive. Default: a quarter of them, or as many as the time allows."),
     _option(settings.DemoSettings, MODEL, "tiny", "--tiny", help="Use the bundled models as they are, and write nothing to the cache folder. Messages then take longer than computing."),
 
-    _option(ServerConfig, SERVER, "host", "--host", metavar="HOST", variable="LLAMA_ARG_HOST", help="Address to listen on (0.0.0.0 = all addresses of this machine)."),
+    _option(ServerConfig, SERVER, "host", "--host", metavar="HOST", variable="LLAMA_ARG_HOST", help="Addresses to listen on, separated by commas (0.0.0.0 = all IPv4 addresses of this machine)."),
     _option(ServerConfig, SERVER, "port", "--port", metavar="PORT", variable="LLAMA_ARG_PORT", help="Port to listen on (0 = any free port)."),
     _option(ServerConfig, SERVER, "n_slots", "-np", "--parallel", metavar="N", variable="LLAMA_ARG_N_PARALLEL", help="Maximum number of requests served at once; further ones wait in a queue. They share the context."),
     _option(ServerConfig, SERVER, "n_waiting", "--max-waiting", metavar="N", help="Maximum length of the queue. When it is full, further requests get 503 with Retry-After."),

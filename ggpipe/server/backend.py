@@ -236,6 +236,19 @@ class Backend:
         self._check_size(len(text))
         return await self.ask(lambda engine: engine.tokenize(text))
 
+    async def tokenize_part(self, text: str) -> tuple[int, ...]:
+        """Tokens of a text within a prompt: without those that begin every prompt."""
+        tokens, begun = await self.tokenize(text), await self.tokenize("")
+        return tokens[len(begun) :] if tokens[: len(begun)] == begun else tokens
+
+    async def prompt_texts(self, generations: Sequence[Generation]) -> dict[int, str]:
+        """The text of each prompt of these outputs, special tokens included, by the prompt's index."""
+        prompts = {one.prompt: one.feed.prompt for one in generations}
+        return {
+            index: b"".join(await self.detokenize(tokens, special=True)).decode("utf-8", "replace")
+            for index, tokens in prompts.items()
+        }
+
     async def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         """A conversation, rendered and tokenized."""
         self._check_size(size_of(conversation))

@@ -9,7 +9,7 @@ import math
 import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import h11
@@ -19,6 +19,7 @@ from ggpipe.api.engine_thread import EngineThread
 from ggpipe.engine.signals import Signals
 from ggpipe.errors import SettingError, Terminated
 from ggpipe.options.server import ServerConfig
+from ggpipe.server import half_closed
 from ggpipe.server.app import application
 from ggpipe.server.endpoints.shared import Server, Serving
 from ggpipe.server.receiving import BodyReader
@@ -34,16 +35,32 @@ _MOST_UNSENT_BYTES = 128 * 1024
 """Buffered by the kernel for a client that does not read."""
 
 
-def listen(config: ServerConfig) -> socket.socket:
-    """The socket, listening. Raises SettingError if that fails."""
+def listen(config: ServerConfig) -> list[socket.socket]:
+    """A listening socket for each address. If any port will do, all use the same one. Raises SettingError if listening
+    fails."""
+    listeners: list[socket.socket] = []
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        for host in config.hosts:
+            port = listeners[0].getsockname()[1] if listeners else config.port
+            listeners.append(_listener(config, host, port))
+    except SettingError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def _listener(config: ServerConfig, host: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
     except (OSError, UnicodeError) as e:
-        raise SettingError("host", f"{config.host}: no such address: {e}") from e
+        raise SettingError("host", f"{host}: no such address: {e}") from e
     listener = socket.socket(family, kind)
     try:
+        if family == socket.AF_INET6:  # so that `::` and `0.0.0.0` can have the same port
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, len(config.hosts) > 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_UNSENT_BYTES)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1e3 * config.client_limit_s))
@@ -51,7 +68,7 @@ def listen(config: ServerConfig) -> socket.socket:
         listener.listen(1024)
     except OSError as e:
         listener.close()
-        raise SettingError("port", f"{config.port}: cannot listen on {config.host}: {e.strerror}") from e
+        raise SettingError("port", f"{port}: cannot listen on {host}: {e.strerror}") from e
     return listener
 
 
@@ -68,7 +85,7 @@ def _is_on_loopback(listener: socket.socket) -> bool:
 
 def serve(
     serving: Serving,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     thread: EngineThread,
     on_loaded: Callable[[], None],
     signals: Signals | None = None,
@@ -81,8 +98,10 @@ def serve(
     Raises the engine's error if it ended with one, and SettingError for unusable HTTPS files. Closes the engine.
     """
     try:
-        with contextlib.closing(listener):
-            asyncio.run(_serve(serving, listener, thread, on_loaded, signals))
+        with contextlib.ExitStack() as closing:
+            for listener in listeners:
+                closing.enter_context(listener)
+            asyncio.run(_serve(serving, listeners, thread, on_loaded, signals))
     finally:
         thread.close()
 
@@ -107,7 +126,7 @@ class _Uvicorn(uvicorn.Server):
 
 async def _serve(
     serving: Serving,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     thread: EngineThread,
     on_loaded: Callable[[], None],
     signals: Signals | None,
@@ -119,8 +138,8 @@ async def _serve(
     server = Server(**vars(serving), backend=backend, bodies=bodies, saved_slots=saved_slots)
     n_connections = _connections(config.n_connections)
     settings = uvicorn.Config(
-        application(server, serving.keys, _is_on_loopback(listener)),
-        http="h11",
+        application(server, serving.keys, all(map(_is_on_loopback, listeners))),
+        http=half_closed.Protocol,
         backlog=min(n_connections, _MOST_ACCEPTED),
         limit_concurrency=n_connections,
         ws="none",
@@ -169,7 +188,7 @@ async def _serve(
     async def fail() -> None:
         raise await backend.failed()
 
-    running = asyncio.create_task(http.serve([listener]))
+    running = asyncio.create_task(http.serve([*listeners]))
     ending = asyncio.create_task(drain())
     failing = asyncio.create_task(fail())
     loading = asyncio.create_task(load())

@@ -65,7 +65,7 @@ from ggpipe.transport.profile_messages import (
     TurnMeasured,
 )
 
-VERSION = 14
+VERSION = 15
 """Version of the format. Increment it whenever a message changes."""
 
 

@@ -34,6 +34,10 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     cpu_features: tuple[str, ...]
     memory_bytes: int
     """Available on its machine, before anything is loaded."""
+    n_threads: int
+    """The most threads that it computes with."""
+    n_cores: int
+    """Physical cores of its machine that ranks may run on."""
     kind: str
     """The kind of the model's drafter if it is not the target, as in `core.drafters.registry`."""
     head_needs: HeadNeeds | None = None

@@ -104,7 +104,8 @@ def test_functions_become_tools() -> None:
         ({"top_k": True}, "top_k"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"stop": [1]}, "stop[...]"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": "b"}}, "logit_bias"),
+        ({"logit_bias": {str(i) + "a": 1 for i in range(257)}}, "logit_bias"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": 3000}, "logprobs"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -115,6 +116,8 @@ def test_functions_become_tools() -> None:
         ({"prompt": ["a", 1, [2]]}, "prompt"),
         ({"prompt": [{"prompt_string": "a", "multimodal_data": ["x"]}]}, "prompt[0]"),
         ({"prompt": [-1]}, "prompt[...]"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": {"content": [{"type": "image_url"}]}}, "prompt"),
         ({"response_format": {"type": "json_schema", "schema": json.loads("[" * 99 + "]" * 99)}}, "response_format"),
     ],
 )
@@ -133,6 +136,7 @@ def test_what_is_wrong_is_named(changes: dict[str, object], param: str) -> None:
         (["a", 1, "b"], [["a", 1, "b"]]),
         (["a", "b"], ["a", "b"]),
         ({"prompt_string": "a"}, ["a"]),
+        (["a", {"content": [{"type": "text", "text": "b "}, {"type": "text", "text": "c"}]}], ["a", "b c"]),
         (["a", [1, 2], [1, "b"], {"prompt_string": "c"}], ["a", [1, 2], [1, "b"], "c"]),
     ],
 )
@@ -184,3 +188,20 @@ def test_prompts_come_before_outputs_that_echo_them() -> None:
     for wrong in ({"prompt": [5, 6]}, {"logprobs": 1}):
         with pytest.raises(BodyError, match="`echo` "):
             completion(echo=True, **wrong)
+
+
+@pytest.mark.parametrize("form", ["list", "object"])
+def test_a_string_is_biased_as_all_its_tokens(form: str) -> None:
+    given = {"king": -2.0, "5": False}
+    biases = given if form == "object" else [*map(list, given.items())]
+    body = convert(CompletionBody, {"prompt": "a", "logit_bias": biases})
+    assert body.biased_strings == ["king"]
+    body.tokenize_biases({"king": (8, 9)})
+    assert body.sampling(SamplingConfig()).logit_bias == ((8, -2.0), (9, -2.0), (5, float("-inf")))
+
+
+def test_the_last_message_is_continued_or_answered_but_not_both() -> None:
+    body = {"messages": [{"role": "assistant", "content": "Once"}], "continue_final_message": True}
+    assert convert(ChatBody, body | {"add_generation_prompt": False}).prompts[0].add_generation_prompt
+    with pytest.raises(BodyError, match="cannot both be true"):
+        convert(ChatBody, body | {"add_generation_prompt": True})

@@ -39,7 +39,8 @@ def output(finish: Finish) -> Output:
 
 
 def writer(**fields: object) -> NativeWriter:
-    return NativeWriter(convert(NativeBody, {"prompt": "a", **fields}), "m", lambda key: 2 if key == "k" else -1)
+    body = convert(NativeBody, {"prompt": "a", **fields})
+    return NativeWriter(body, "m", lambda key: 2 if key == "k" else -1, body.response_fields or ())
 
 
 def test_a_part_has_its_tokens_and_their_probabilities() -> None:
@@ -79,3 +80,12 @@ def test_the_last_part_says_how_the_output_ended(finish: Finish, kind: str) -> N
 def test_a_reply_has_the_fields_that_were_chosen() -> None:
     own = writer(response_fields=["content", "timings/prompt_n", "missing"])
     assert own.whole([output(Finish.LENGTH)], [""]) == {"content": "a\n", "timings/prompt_n": 2}
+
+
+@pytest.mark.parametrize(("fields", "shows"), [([], True), (["prompt"], True), (["content"], False)])
+def test_the_prompt_is_written_if_it_is_wanted(fields: list[str], shows: bool) -> None:
+    own = writer(response_fields=fields)
+    own.prompts = {0: "the prompt"}
+    whole = own.whole([output(Finish.LENGTH)], [""])
+    assert isinstance(whole, dict)
+    assert own.shows_prompts == shows == (whole.get("prompt") == "the prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_version() -> None:
 
 
 def test_completion(tmp_path: Path) -> None:
-    result = ggpipe("--install-completion", XDG_DATA_HOME=str(tmp_path))
+    result = ggpipe("--install-completion", XDG_DATA_HOME=str(tmp_path), SHELL="/bin/sh")
     path = tmp_path / "bash-completion" / "completions" / "ggpipe"
     assert result.stdout.startswith(f"wrote {path}: ")
 
@@ -63,3 +64,41 @@ def test_completion(tmp_path: Path) -> None:
     assert {command.name for command in SHOWN} <= completed("ggpipe", "")
     assert completed("ggpipe", "plan", "--acc") == {"--acceptance"}
     assert completed("ggpipe", "generate", "mod") == set()
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_of_other_shells(shell: str, tmp_path: Path) -> None:
+    own = str(tmp_path)
+    result = ggpipe("--install-completion", XDG_DATA_HOME=own, XDG_CONFIG_HOME=own, SHELL=f"/usr/bin/{shell}")
+    path = Path(result.stdout.removeprefix("wrote ").partition(": ")[0])
+    again = ggpipe("--install-completion", shell, XDG_DATA_HOME=own, XDG_CONFIG_HOME=own, SHELL="/bin/bash")
+    assert again.stdout == result.stdout
+    script = path.read_text()
+    for command in SHOWN:
+        assert command.name in script
+    assert "acceptance" in script
+    if program := shutil.which(shell):
+        subprocess.run([program, "-n", path], check=True)
+    if shell == "fish" and program:
+        asked = [program, "--no-config", "-c", f"source {path}; complete -C 'ggpipe plan --acc'"]
+        assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout.startswith("--acceptance\t")
+
+
+def test_completion_of_an_unknown_shell() -> None:
+    result = ggpipe("--install-completion", "csh")
+    assert (result.returncode, result.stderr) == (
+        2, "ggpipe: error: no completion for csh: choose bash, zsh, fish\n"
+    )  # fmt: skip
+
+
+def test_the_manual_page_has_every_command_and_flag(tmp_path: Path) -> None:
+    page = ggpipe("--man").stdout
+    plain = re.sub(r"\\f[BIR]", "", page).replace("\\-", "-")
+    for command in SHOWN:
+        assert f".B ggpipe {command.name}\n" in page
+        for row in command.options(OPTIONS):
+            assert all(flag.strip() in plain for text in row.flags for flag in text.split("/"))
+    if program := shutil.which("man"):
+        (tmp_path / "ggpipe.1").write_text(page)
+        shown = subprocess.run([program, "--warnings", "-l", tmp_path / "ggpipe.1"], capture_output=True, text=True)
+        assert (shown.returncode, shown.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""What ranks compare before anything is loaded: the memory of their machines."""
+"""What ranks compare before anything is loaded: the memory and the cores of their machines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from support import in_process
 from support.commands import SPLITS, TARGET
 
+from ggpipe.cli.messages import in_flags
 from ggpipe.cluster.memory import memory_by_rank
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
@@ -16,7 +17,7 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.layout import lay_out
-from ggpipe.engine.handshake import check_memory, hello
+from ggpipe.engine.handshake import check_memory, compare, hello
 from ggpipe.engine.head import Head
 from ggpipe.engine.session import Session
 from ggpipe.errors import MemoryNeededError
@@ -94,3 +95,22 @@ def test_cells_take_their_memory_later_where_there_is_too_little(monkeypatch: py
     (warning,) = warnings()
     assert warning.startswith("`warmup` is left out, so that memory may run out later: ")
     assert "0.0 GB available" in warning
+
+
+@pytest.mark.parametrize(
+    ("ranks", "warning"),
+    [
+        ([("a", 2, 2)], ""),
+        ([("a", 64, 2)], "a will be slow: its rank has 64 threads, and it has 2 cores: lower -t/--threads"),
+        (
+            [("a", 2, 2), ("a", 2, 2), ("b", 4, 8)],
+            "a will be slow: its 2 ranks have 4 threads, and it has 2 cores: lower ",
+        ),
+        ([("a", 1, 2), ("a", 1, 2), ("a", 1, 2)], ""),
+    ],
+    ids=["fits", "one", "several", "more-ranks-than-cores"],
+)
+def test_more_threads_than_cores_are_warned_of(ranks: list[tuple[str, int, int]], warning: str) -> None:
+    hellos = [msgspec.structs.replace(HELLO, host=host, n_threads=t, n_cores=c) for host, t, c in ranks]
+    assert "".join(in_flags(line) for line in compare(hellos)).startswith(warning)
+    assert bool(compare(hellos)) == bool(warning)

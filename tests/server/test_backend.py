@@ -152,4 +152,4 @@ def test_a_server_that_cannot_get_ready_ends(listener: socket.socket) -> None:
         keys=(), make_backend=backend,
     )  # fmt: skip
     with pytest.raises(SettingError, match="temp"):
-        process.serve(serving, listener, thread, lambda: None)
+        process.serve(serving, [listener], thread, lambda: None)

@@ -68,6 +68,8 @@ HELLO = Hello(
     libllama="b1",
     cpu_features=("avx2", "fma"),
     memory_bytes=8_000_000_000,
+    n_threads=8,
+    n_cores=8,
     kind="draft",
 )
 

@@ -14,6 +14,7 @@ from rich.style import Style
 from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
+from ggpipe.cli.prompt_check import check_fits
 from ggpipe.core.prompt import as_prompt
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
@@ -43,7 +44,7 @@ def run(options: Options) -> int:
         answer(ranks, request(), output, options[DisplaySettings].color, warnings_of(options))
         return 0
 
-    return run_command(config, options, front_end, prepare=request)
+    return run_command(config, options, front_end, prepare=lambda: check_fits(request().spec, config))
 
 
 @dataclass(frozen=True)

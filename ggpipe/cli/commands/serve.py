@@ -120,6 +120,7 @@ def _serve(
             thread, usual, prompt.n_predict, speculation, server.n_slots, server.n_waiting
         ),
         slot_save_path=config.slot_save_path,
+        verbose=options[LogSettings].verbose,
     )
     log.begin(server)
 
@@ -130,9 +131,10 @@ def _serve(
         say(Wording("warning: ", warning))
     if given is None:
         check_model_files(config, options[RankSettings].hostfile)
-    listener = process.listen(server)
-    url = process.url(server, listener)
-    say(f"listening on {url}; loading {path}")
+    listeners = process.listen(server)
+    urls = [process.url(server, listener) for listener in listeners]
+    url = urls[0]
+    say(f"listening on {' and '.join(urls)}; loading {path}")
     settings, first_rank = (
         RankSetup(config=config, verbose=options[LogSettings].verbose),
         given.run if given is not None else None,
@@ -146,7 +148,7 @@ def _serve(
 
     signals = given.signals if given is not None else None
     try:
-        process.serve(serving, listener, thread, on_loaded, signals)
+        process.serve(serving, listeners, thread, on_loaded, signals)
     except GgpipeError as e:
         log.note_end(in_flags(Wording("error: ", e)))
         raise

@@ -26,10 +26,9 @@ class Prompts:
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`"""
         body = await self._server.body(request, TokenizeBody)
-        tokens: Sequence[int] = await self._server.backend.tokenize(body.content)
-        if not body.add_special:
-            begun = await self._server.backend.tokenize("")
-            tokens = tokens[len(begun) :] if tuple(tokens[: len(begun)]) == begun else tokens
+        backend = self._server.backend
+        tokenize = backend.tokenize if body.add_special else backend.tokenize_part
+        tokens: Sequence[int] = await tokenize(body.content)
         if not body.with_pieces:
             return JsonResponse({"tokens": tokens})
         pieces = await self._server.backend.detokenize(tokens, special=True)

@@ -22,8 +22,8 @@ from ggpipe.server.saved_slots import SavedSlots
 
 B = TypeVar("B", bound=msgspec.Struct)
 
-BUILD = f"ggpipe {__version__}"
-"""Which server this is, for clients."""
+BUILD = f"b0-ggpipe-{__version__}"
+"""Which server this is, in llama-server's form: `b`, the number of llama.cpp's build (0: unknown), and a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class Serving:
     make_backend: Callable[[EngineThread], Backend]
     """Called in the event loop."""
     slot_save_path: Path | None = None
+    verbose: bool = False
+    """Replies of OpenAI's API have llama-server's own reply as `__verbose`, unless a request says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)

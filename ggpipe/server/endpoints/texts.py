@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,6 +12,7 @@ from ggpipe.apis.chat import ChatBody, ChatWriter
 from ggpipe.apis.completions import CompletionBody, CompletionWriter
 from ggpipe.apis.llama_server import NativeBody, NativeWriter
 from ggpipe.apis.messages import MessagesBody, MessageWriter
+from ggpipe.apis.replies import ChoiceWriter
 from ggpipe.apis.responses import ResponsesBody, ResponseWriter
 from ggpipe.apis.writer import Writer
 from ggpipe.core.request_spec import RequestSpec
@@ -33,17 +36,18 @@ class Texts:
         """`/v1/chat/completions`"""
         body = await self._server.body(request, ChatBody)
         writer = ChatWriter(body, self._model, self._splits(body), system_fingerprint=BUILD)
-        return await self._answer(request, body, writer)
+        return await self._answer_choices(request, body, writer)
 
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`"""
         body = await self._server.body(request, CompletionBody)
-        return await self._answer(request, body, CompletionWriter(body, self._model, system_fingerprint=BUILD))
+        return await self._answer_choices(request, body, CompletionWriter(body, self._model, system_fingerprint=BUILD))
 
     async def completion(self, request: Request) -> Response:
         """`/completion`"""
         body = await self._server.body(request, NativeBody)
-        return await self._answer(request, body, NativeWriter(body, self._model, self._server.backend.slots.slot_of))
+        writer = self._native_writer(body, body.response_fields or ())
+        return await self._answer(request, body, writer, writer)
 
     async def responses(self, request: Request) -> Response:
         """`/v1/responses`"""
@@ -59,8 +63,22 @@ class Texts:
         """Whether reasoning is separated from the answer."""
         return (body.reasoning_format or self._server.config.reasoning_format) != "none"
 
-    async def _answer(self, request: Request, body: GenerationBody, writer: Writer) -> Response:
+    def _native_writer(self, body: GenerationBody, fields: Sequence[str] = ()) -> NativeWriter:
+        return NativeWriter(body, self._model, self._server.backend.slots.slot_of, fields)
+
+    async def _answer_choices(self, request: Request, body: GenerationBody, writer: ChoiceWriter) -> Response:
+        if self._server.verbose if body.verbose is None else body.verbose:
+            writer.native = native = self._native_writer(body)
+            return await self._answer(request, body, writer, native)
+        return await self._answer(request, body, writer)
+
+    async def _answer(
+        self, request: Request, body: GenerationBody, writer: Writer, native: NativeWriter | None = None
+    ) -> Response:
+        """`native`: the writer of llama-server's own reply, which includes the prompt's text."""
         backend = self._server.backend
+        if strings := body.biased_strings:
+            body.tokenize_biases({one: await backend.tokenize_part(one) for one in strings})
         slot = -1 if body.id_slot is None else body.id_slot
         if not -1 <= slot < backend.n_slots:
             raise ApiError(400, f"`id_slot` must be -1 (any) or a number from 0 to {backend.n_slots - 1}", "id_slot")
@@ -70,6 +88,8 @@ class Texts:
         specs = body.requests(usual, body.sampling(backend.sampling), self._server.chat.completed)
         generations = await backend.begin(specs, body.n_choices, slot, {"json_schema": body.schema_field})
         note_outputs(request.scope, generations)
+        if native is not None and native.shows_prompts:
+            native.prompts = await backend.prompt_texts(generations)
         reply = Reply(writer, backend.stop_string)
         if body.stream:
             config, own_s = self._server.config, body.sse_ping_interval
