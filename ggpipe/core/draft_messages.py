@@ -113,6 +113,8 @@ class Accepted:
     tokens: tuple[int, ...]
     look_ahead: int
     """Replaces the one of `BeginDrafting`."""
+    least_path: float = 0.0
+    """Path probability below which draft tokens are not worth their time."""
     rows: tuple[tuple[int, int], ...] = ()
     """For each of the tokens, the target's run and row whose logits it was sampled from."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ggpipe.config.layer_split import LEAST_SUM, SLACK, LayerSplit
@@ -162,3 +162,15 @@ def layer_range(layers: tuple[int, int]) -> str:
     """First to last layer, both included: `0-7`, `7`; `-` for none."""
     first, end = layers
     return "-" if end <= first else f"{first}" if end == first + 1 else f"{first}-{end - 1}"
+
+
+def share_machines(layouts: Iterable[Layout], machine_of: Sequence[object]) -> bool:
+    """Whether stages of these pipelines are on one machine. `machine_of`: the machine of each rank."""
+    used: set[object] = set()
+    for layout in layouts:
+        for stage in layout.stages:
+            machines = {machine_of[rank] for rank in stage.ranks}
+            if used & machines:
+                return True
+            used |= machines
+    return False

@@ -96,6 +96,8 @@ class Limits:
     """Stages drop dead rows of runs; see `dropped_rows`."""
     prefill_slowdown: float = 5.0
     """How many times as long others' prompts may make a run while requests are decoding, approximately."""
+    shares_machine: bool = False
+    """Some ranks are on one machine: while one computes, others may take longer."""
     sparsity: float = 1.0
     """Weights of the model, as a multiple of those that one row uses: 1 where it uses all, more with experts."""
 

@@ -182,6 +182,14 @@ class Tree:
         return self._waiting
 
     @property
+    def best_leaf(self) -> Node:
+        """The end of the chain of most probable draft tokens: what comes next usually follows it."""
+        node = self.root
+        while node.children:
+            node = max(node.children.values(), key=_LOG_PATH)
+        return node
+
+    @property
     def has_waiting(self) -> bool:
         """Draft tokens are in no run yet."""
         return bool(self._waiting)

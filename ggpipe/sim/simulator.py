@@ -31,6 +31,7 @@ from ggpipe.core.events import (
     ToDrafter,
 )
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits, Run, RunRecord, RunResult, Span
+from ggpipe.core.layout import share_machines
 from ggpipe.core.request import Limits, Request
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.core.scheduler import Scheduler
@@ -154,7 +155,9 @@ class _Simulation:
         network = self._network = Network(clock, cluster)
         self._process = processes[HEAD]
         n_drafters = max(len(_drafters(cluster, speculation)), 1)
-        limits = _limits(sizes, cluster.target, speculation, n_drafters)
+        layouts = [pipeline.layout for pipeline in (cluster.target, *cluster.drafts)]
+        shares_machine = share_machines(layouts, cluster.node_of)
+        limits = _limits(sizes, cluster.target, speculation, n_drafters, shares_machine)
         drafters = _drafters(cluster, speculation) if speculation.mode != "iterative" else ()
         kinds = registry.kinds(_models(cluster))
         self._labels = registry.labels(_models(cluster))
@@ -353,7 +356,7 @@ def _models(cluster: VirtualCluster) -> tuple[str, ...]:
     return tuple(draft.drafter for draft in cluster.drafts)
 
 
-def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int) -> Limits:
+def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int, shares_machine: bool = False) -> Limits:
     n_paths = speculation.sequences + n_drafters - 1
     n_branches = speculation.branches if model.rolls_back else MAX_STATES
     return Limits(
@@ -366,6 +369,7 @@ def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n
         partial_prefixes=model.rolls_back,
         rolls_back=model.rolls_back,
         sparsity=model.sparsity,
+        shares_machine=shares_machine,
     )
 
 

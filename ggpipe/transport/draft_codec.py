@@ -22,7 +22,7 @@ from ggpipe.transport.codec import (
 )
 
 # version, kind, request, epoch, look-ahead, tokens
-_TO_DRAFTER = struct.Struct("<BBqqiI")
+_TO_DRAFTER = struct.Struct("<BBqqidI")
 _BEGIN, _ACCEPTED, _DONE = 1, 2, 3
 _BEGIN_DECODER = msgspec.msgpack.Decoder(BeginDrafting)  # once a request: no hot path
 # version, complete, drafter, request, epoch, expansions, runs
@@ -36,24 +36,24 @@ _RECORD = struct.Struct("<qqIIIBH")
 def drafter_message(message: DrafterMessage) -> Payload:
     """A message to a drafter."""
     match message:
-        case Accepted(request, epoch, tokens, look_ahead, rows):
-            head = _TO_DRAFTER.pack(VERSION, _ACCEPTED, request, epoch, look_ahead, len(tokens))
+        case Accepted(request, epoch, tokens, look_ahead, least_path, rows):
+            head = _TO_DRAFTER.pack(VERSION, _ACCEPTED, request, epoch, look_ahead, least_path, len(tokens))
             return b"".join((head, pack_ints(tokens), *(ROW_OF_RUN.pack(*row) for row in rows)))
         case EndDrafting(request):
-            return _TO_DRAFTER.pack(VERSION, _DONE, request, 0, 0, 0)
+            return _TO_DRAFTER.pack(VERSION, _DONE, request, 0, 0, 0.0, 0)
         case BeginDrafting():
-            return _TO_DRAFTER.pack(VERSION, _BEGIN, message.request, 0, 0, 0) + msgspec.msgpack.encode(message)
+            return _TO_DRAFTER.pack(VERSION, _BEGIN, message.request, 0, 0, 0.0, 0) + msgspec.msgpack.encode(message)
 
 
 def read_drafter_message(payload: Payload) -> DrafterMessage:
     """The inverse of `drafter_message`."""
     view = memoryview(payload)
     check_version(view)
-    _, kind, request, epoch, look_ahead, n = _TO_DRAFTER.unpack_from(view)
+    _, kind, request, epoch, look_ahead, least_path, n = _TO_DRAFTER.unpack_from(view)
     tokens = read_ints(view, _TO_DRAFTER.size, n)
     if kind == _ACCEPTED:
         rows = tuple(ROW_OF_RUN.iter_unpack(view[_TO_DRAFTER.size + 4 * n :]))
-        return Accepted(request, epoch, tokens, look_ahead, rows)
+        return Accepted(request, epoch, tokens, look_ahead, least_path, rows)
     if kind == _DONE:
         return EndDrafting(request)
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from ggpipe.core.batching.rows import DraftWithRoot, Rounds, draft_with_root, usual_chain
+from ggpipe.core.batching.rows import Coming, DraftWithRoot, Rounds, draft_with_root, usual_chain
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.run_cost import RunCost, most_per_second
 
@@ -27,8 +27,13 @@ class Known:
         return most_per_second(usual_chain(self.calibration, limit), self.cost)
 
     def beside_root(self, ready: Sequence[float], most: int) -> DraftWithRoot:
+        return draft_with_root(ready, most, self.cost, 1, self.calibration, self.coming(ready))
+
+    def coming(self, ready: Sequence[float], after: float | None = None) -> Coming:
+        """The chain that goes on after the token with the probability `after`, by default the last one of `ready`."""
         first_s, next_s = self.pace.first_s or math.inf, self.pace.next_s or math.inf
-        return draft_with_root(ready, most, self.cost, 1, self.calibration, first_s, next_s)
+        after = after if after is not None else min(ready, default=1.0)
+        return Coming(after, self.calibration.agreement, next_s if ready else first_s, next_s)
 
 
 def learned(times: dict[int, float], rounds: int = 30) -> Known:
@@ -132,6 +137,15 @@ def test_a_root_waits_only_for_draft_tokens_that_are_still_to_come() -> None:
     assert timed(0.01, next_s=9.0, first_s=9.0).beside_root((0.5,), 3) == DraftWithRoot(1)
 
 
+def test_a_root_waits_for_the_chain_rather_than_take_improbable_branches() -> None:
+    known, branches = timed(0.01), (0.7, 0.1, 0.05)
+    in_turn = draft_with_root(branches, 3, known.cost, 1, known.calibration, known.coming(branches, 0.7), token_s=1.0)
+    assert in_turn.n == 3
+    assert in_turn.wait_s == pytest.approx(0.08), "two more of the chain are worth more than the branches"
+    sooner = draft_with_root(branches, 3, known.cost, 1, known.calibration, known.coming(branches, 0.7), token_s=0.01)
+    assert sooner.wait_s == 0, "they save less than the wait takes"
+
+
 def test_an_improbable_draft_token_does_not_go_with_the_root() -> None:
     assert timed(0.1).beside_root((0.01,), 1) == DraftWithRoot()
 
@@ -208,7 +222,7 @@ def test_draft_tokens_beside_roots_must_bring_clearly_more() -> None:
 
 
 def beside_early_roots(ready: Sequence[float], cost: RunCost, n_roots: int = 1) -> int:
-    return draft_with_root(ready, len(ready), cost, n_roots, Calibration(), math.inf, math.inf).n
+    return draft_with_root(ready, len(ready), cost, n_roots, Calibration()).n
 
 
 def test_draft_tokens_delay_early_roots_in_every_stage() -> None:

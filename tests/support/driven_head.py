@@ -70,7 +70,7 @@ class Target:
         sampled_from = tuple(self.rows[request, first + i - 1] for i in range(len(tokens)))
         self.text[request] += tokens
         epoch = len(self.text[request]) - self.n_prompt[request]
-        self.messages.append(Accepted(request, epoch, tokens, look_ahead, sampled_from))
+        self.messages.append(Accepted(request, epoch, tokens, look_ahead, rows=sampled_from))
         self.run(request, range(len(self.text[request]) - 1, len(self.text[request])))
 
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 from ggpipe.core.batching import prompts
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows, fitting, rows_of
-from ggpipe.core.batching.rows import DraftWithRoot, Rounds, draft_with_root, pays_beside_root, usual_chain
+from ggpipe.core.batching.rows import Coming, DraftWithRoot, Rounds, draft_with_root, pays_beside_root, usual_chain
+from ggpipe.core.batching.turns import usual_turn
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
 from ggpipe.core.run_cost import most_per_second
@@ -91,12 +92,12 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     elif len(decoding) == 1:
         chosen = _draft_with_single_root(pipeline, drafted, probabilities)
         due_at = _due_at(drafted)
-        if chosen.n > len(found) and due_at is not None and pipeline.now < due_at:
+        if chosen.wait_s and due_at is not None and pipeline.now < due_at:
             return Choice(wake_at=due_at)
         n = 0 if chosen.n and pipeline.tries_one(1.0, sum(probabilities[: chosen.n])) else chosen.n
     elif rounds.best < pipeline.n_stages:
         calibration = drafted.drafters.calibration
-        n = draft_with_root(probabilities, len(found), pipeline.cost, len(roots), calibration, math.inf, math.inf).n
+        n = draft_with_root(probabilities, len(found), pipeline.cost, len(roots), calibration).n
     else:  # runs of equal length: all that follow a longer one would wait for it
         usual = usual_chain(drafted.drafters.calibration, pipeline.limits.n_rows, rounds.size)
         n = rounds.size + most_per_second(usual, pipeline.cost, rounds.size) - len(roots)
@@ -111,16 +112,18 @@ def _draft_with_single_root(
     pace, speculation = state.drafters.leading.pace, state.request.speculation
     if not speculation.continuous:
         return DraftWithRoot()
-    first_s, next_s = pace.first_s, pace.next_s
-    if first_s is None or next_s is None:
-        first_s = next_s = math.inf
     cells = pipeline.spare_cells + state.n_cells - state.n_used
     most = min(cells, speculation.most_drafted, state.deepest - state.tree.root.pos)
     most = max(min(most, pipeline.limits.n_rows - state.n_root_rows), 0)
-    known, n_again = state.drafters, state.tree.n_again
-    return draft_with_root(
-        probabilities[:most], most, pipeline.cost, 1, known.calibration, first_s, next_s, n_again, known.coming
-    )
+    known, n_again, coming, token_s = state.drafters, state.tree.n_again, Coming(), None
+    after = probabilities[-1] if probabilities else 1.0
+    if pipeline.turns.in_turn:
+        token_s = usual_turn(pipeline.cost, known.calibration, pace, most).token_s
+        after = math.exp(state.tree.best_leaf.log_path - state.tree.root.log_path)
+    if pace.first_s is not None and pace.next_s is not None:
+        first_s = pace.next_s if probabilities else pace.first_s
+        coming = Coming(after, known.coming.agreement, first_s, pace.next_s)
+    return draft_with_root(probabilities[:most], most, pipeline.cost, 1, known.calibration, coming, n_again, token_s)
 
 
 def _may_draft_with(pipeline: PipelineState, roots: Sequence[RequestState]) -> bool:
@@ -148,6 +151,8 @@ def _due_at(state: RequestState) -> float | None:
 
 def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> Choice:
     """A run of draft tokens alone, when a stage would else have nothing to do."""
+    if pipeline.turns.in_turn and len(decoding) == 1:
+        return Choice()
     if pipeline.n_in_flight >= (pipeline.limits.n_in_flight if len(decoding) == 1 else pipeline.n_stages):
         return Choice()
     drafting = [state for state in decoding if state.is_async and pipeline.may_draft(state)]
@@ -190,8 +195,18 @@ def look_ahead(
         min(speculation.most_drafted, pipeline.limits.n_rows - 1), cost, together
     ):
         return 0
+    if pipeline.turns.in_turn and not others:
+        return min(calibration.reach, speculation.most_drafted)
     usual = most_per_second(usual_chain(together, speculation.most_drafted), cost)
     return min(usual * (pipeline.limits.n_in_flight + 1), calibration.reach)
+
+
+def least_path(pipeline: PipelineState, state: RequestState, served: Sequence[SequenceState]) -> float:
+    """Path probability below which draft tokens are not worth their time, where drafters take turns with the target."""
+    if not pipeline.turns.in_turn or len(served) > 1 or not state.overlaps:
+        return 0.0
+    speculation, known = state.request.speculation, state.drafters
+    return usual_turn(pipeline.cost, known.calibration, known.leading.pace, speculation.most_drafted).least_path
 
 
 def look_ahead_at_once(load: PipelineState, state: RequestState, others: Sequence[SequenceState]) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ggpipe.core.admission import Admission
 from ggpipe.core.batching.rows import Rounds
+from ggpipe.core.batching.turns import Turns
 from ggpipe.core.in_flight import InFlight, RunInFlight, RunPart
 from ggpipe.core.messages import RunResult
 from ggpipe.core.request import Limits
@@ -58,6 +60,10 @@ class PipelineState:
         """Runs that are computed at the same time, one in each stage."""
         self.cost = RunCost(limits.rolls_back)
         """What runs of this pipeline take."""
+        self.turns = Turns(limits.shares_machine)
+        """Of the only request, where ranks share a machine."""
+        self.expected_tokens = 1.0
+        """Accepted tokens that the latest run with the root of an only request lets expect."""
         self.now = 0.0
         self.had_prompts = False
         """The latest run had tokens of prompts."""
@@ -129,7 +135,10 @@ class PipelineState:
 
     def submitted(self, parts: Sequence[RunPart[SequenceState]], only_one: bool) -> None:
         """A run of these parts goes in; `only_one`: there is one request, and nothing of any other is in flight."""
-        fresh = only_one and parts[0].owner.tree.root in parts[0].nodes
+        root = parts[0].owner.tree.root
+        fresh = only_one and root in parts[0].nodes
+        if fresh:
+            self.expected_tokens = sum([math.exp(node.log_path - root.log_path) for node in parts[0].nodes])
         n_prompt_rows = sum([part.n_prompt_rows for part in parts])
         n_nodes = sum([len(part.rows) for part in parts]) - n_prompt_rows
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead

@@ -33,12 +33,29 @@ def usual_chain(calibration: Calibration, limit: int, n_roots: int = 1) -> list[
 
 
 @dataclass(frozen=True, slots=True)
+class Coming:
+    """Draft tokens of a chain that are still to come."""
+
+    after: float = 1.0
+    """The path probability of the token that they follow."""
+    agreement: float = 0.0
+    """How probable each of them is after the one before it."""
+    first_s: float = math.inf
+    """The usual time to the first one."""
+    next_s: float = math.inf
+    """The usual time between later ones."""
+
+
+_NONE_COMING = Coming()
+
+
+@dataclass(frozen=True, slots=True)
 class DraftWithRoot:
     """Draft tokens that are to go in with accepted tokens."""
 
     n: int = 0
     wait_s: float = 0.0
-    """Until the last of them is expected to be there."""
+    """Until the last of them is expected to be there; 0 when all of them are."""
 
 
 def draft_with_root(
@@ -47,16 +64,15 @@ def draft_with_root(
     cost: RunCost,
     n_roots: int,
     drafter: Calibration,
-    first_s: float,
-    next_s: float,
+    coming: Coming = _NONE_COMING,
     n_again: int = 0,
-    coming: Calibration | None = None,
+    token_s: float | None = None,
 ) -> DraftWithRoot:
     """How many draft tokens, at most `most`, go into a run with `n_roots` accepted tokens while the pipeline has room.
 
-    `ready`: the probabilities of those that are there. `first_s`, `next_s`: the usual time to a first further one and
-    between later ones; infinite where none is to be waited for. `n_again`: tokens that are decoded again in this run.
-    `drafter`: of all draft tokens; `coming`: of those to be waited for, if they are not all alike.
+    `ready`: the probabilities of those that are there, the best first; those that are to come go in as well, or take
+    the places of less probable ones. `drafter`: of all draft tokens. `n_again`: tokens that are decoded again in this
+    run. `token_s`: what a token takes where no later run verifies draft tokens.
 
     A draft token that goes in with its root is verified with it, and not by a later run; that saves its path the
     time of a run in the slowest stage. Against that stands the row, in every stage and for each root, and the wait for
@@ -66,29 +82,51 @@ def draft_with_root(
     if not cost.is_known:
         return DraftWithRoot()
     most = min(most, max(drafter.reach, len(ready)))
+    each_s = _in_later_runs(drafter, most, cost, coming.next_s) if token_s is None else token_s
+    n_rows = n_roots + n_again
+
+    def gain_s(n: int, before: float, probability: float) -> float:
+        """Time that the `n`-th draft token saves; `before`: the probability of the one before it."""
+        row_s = cost.time(n_rows + n) - cost.time(n_rows + n - 1)
+        return probability * each_s - n_roots * cost.length * row_s - cost.again_s(before - probability, n_rows + n - 1)
+
+    saved_s, before = 0.0, 1.0
+    best, best_s = DraftWithRoot(), 0.0
+    for n, probability in enumerate(ready[:most], 1):
+        saved_s += gain_s(n, before, probability)
+        before = probability
+        if saved_s > best_s:
+            best, best_s = DraftWithRoot(n), saved_s
+    if coming.next_s == math.inf:
+        return best
+    n_ready, saved_s = best.n, best_s
+    before = probability = coming.after
+    wait_s, next_s = 0.0, coming.first_s
+    for n_coming in range(1, most + 1):
+        probability *= coming.agreement
+        wait_s += next_s
+        next_s = coming.next_s
+        is_full = n_ready + n_coming > most
+        more_s = -math.inf if is_full else gain_s(n_ready + n_coming, before, probability)
+        if n_ready and (instead_s := (probability - ready[n_ready - 1]) * each_s) > more_s:
+            n_ready, more_s = n_ready - 1, instead_s
+        elif is_full:
+            break
+        before, saved_s = probability, saved_s + more_s
+        if saved_s - wait_s > best_s:
+            best, best_s = DraftWithRoot(n_ready + n_coming, wait_s), saved_s - wait_s
+        if probability * each_s < next_s:
+            break
+    return best
+
+
+def _in_later_runs(drafter: Calibration, most: int, cost: RunCost, next_s: float) -> float:
+    """The slowest stage's time for each token of a chain that later runs verify."""
     agreement = drafter.agreement
     n_usual = most_per_second(usual_chain(drafter, most), cost)
     slot_s = max(cost.time(n_usual), n_usual * next_s if math.isfinite(next_s) else 0.0)
     # A chain that is right with the chance r a token takes r / (1 - r^n) runs of n tokens to its first rejected one.
-    each_s = slot_s * (1 - agreement) / (1 - agreement**n_usual) if agreement < 1 else slot_s / n_usual
-    probability, gain_s, wait_s = 1.0, 0.0, 0.0
-    best, best_s = DraftWithRoot(), 0.0
-    n_rows = n_roots + n_again
-    run_s = cost.time(n_rows)
-    for n in range(1, most + 1):
-        before = probability
-        if n <= len(ready):
-            probability = ready[n - 1]
-        else:
-            probability *= coming.agreement if coming is not None else agreement
-            wait_s += first_s if n == 1 else next_s
-        longer_s = cost.time(n_rows + n)
-        gain_s += probability * each_s - n_roots * cost.length * (longer_s - run_s)
-        gain_s -= cost.again_s(before - probability, n_rows + n - 1)
-        run_s = longer_s
-        if gain_s - wait_s > best_s:
-            best, best_s = DraftWithRoot(n, wait_s), gain_s - wait_s
-    return best
+    return slot_s * (1 - agreement) / (1 - agreement**n_usual) if agreement < 1 else slot_s / n_usual
 
 
 class Rounds:

@@ -106,7 +106,7 @@ class DraftModel:
         state = self._requests.get(message.request)
         if state is None:
             return
-        state.look_ahead = message.look_ahead
+        state.look_ahead, state.least_path = message.look_ahead, message.least_path
         if state.held:  # they are numbered from this epoch's root
             self._send_held(state, False, actions)
         dead = state.accept(message.tokens, message.epoch)

@@ -35,6 +35,8 @@ class DraftState:
     """Prompt and accepted tokens; the root is the last."""
     look_ahead: int
     """Depth of the deepest draft token below the root, at most."""
+    least_path: float = 0.0
+    """Path probability below which draft tokens are not worth their time."""
     n_decoded: int = 0
     """Tokens of the text that are submitted."""
     epoch: int = 0
@@ -122,8 +124,10 @@ class DraftState:
         """Draft tokens to decode, the most probable path first."""
         if not self.overlaps and self.micro_batch_is_full:
             return iter(())
-        deepest = self.deepest
-        return (node for node in self.tree.best_first() if node.pos < deepest)
+        deepest, least = self.deepest, -math.inf
+        if self.least_path:
+            least = self.tree.root.log_path + math.log(self.least_path / max(self.calibration.agreement, 0.01))
+        return (node for node in self.tree.best_first() if node.pos < deepest and node.log_path >= least)
 
     def path_probability(self, node: Node) -> float:
         """Probability of a node's path below the root."""
@@ -196,7 +200,7 @@ class DraftState:
         probabilities: list[float] = []
         for token, prob in found:
             probability = self.calibration.probability(prob)
-            if token in ends or prob < p_accept or path * probability < _LEAST_PATH:
+            if token in ends or prob < p_accept or path * probability < max(self.least_path, _LEAST_PATH):
                 break
             probabilities.append(probability)
         return probabilities

@@ -1,0 +1,68 @@
+"""Drafters that draft ahead, or take turns with the target: whichever is faster."""
+
+from __future__ import annotations
+
+import pytest
+
+from ggpipe.core.batching.turns import Turns, ahead_token_s, usual_turn
+from ggpipe.core.drafters.calibration import Calibration, Pace
+from ggpipe.core.run_cost import RunCost
+
+MOST = 8
+
+
+def cost_of(row_s: float, n_stages: int = 2) -> RunCost:
+    """Runs of one row take 1 s in each stage; each further row takes `row_s` more."""
+    cost = RunCost()
+    for _ in range(30):
+        for n in range(1, MOST + 2):
+            cost.ended(n, 1 + row_s * (n - 1), n_stages * (1 + row_s * (n - 1)))
+    return cost
+
+
+def pace_of(next_s: float) -> Pace:
+    pace = Pace()
+    pace.noted(True, 2 * next_s)
+    pace.noted(False, next_s)
+    return pace
+
+
+def test_a_turn_takes_what_its_rows_and_their_drafting_are_worth() -> None:
+    known, fast = Calibration(), pace_of(0.02)
+    free, dear = usual_turn(cost_of(0.0), known, fast, MOST), usual_turn(cost_of(0.9), known, fast, MOST)
+    assert free.n == MOST
+    assert dear.n == 0
+    assert dear.token_s == pytest.approx(2.0), "as without drafting"
+    assert free.token_s < 1.0
+    assert usual_turn(cost_of(0.0), known, pace_of(0.3), MOST).n < MOST, "the drafter is slow"
+    assert 0 < free.least_path < usual_turn(cost_of(0.0), known, pace_of(0.3), MOST).least_path
+
+
+def test_ahead_is_never_slower_than_in_turn_where_nothing_slows_ranks_down() -> None:
+    for row_s in (0.0, 0.1, 0.3, 0.9):
+        for n_stages in (2, 4, 8):
+            cost, known, pace = cost_of(row_s, n_stages), Calibration(), pace_of(0.02)
+            assert ahead_token_s(cost, known, pace, MOST) <= usual_turn(cost, known, pace, MOST).token_s
+
+
+def chosen(ahead_s: float, turn_s: float, n_rounds: int = 400) -> list[bool]:
+    """Whether target and drafters took turns, round by round, where a token takes that long in each way."""
+    turns, cost, known, pace = Turns(in_turn=True), cost_of(0.0), Calibration(), pace_of(0.02)
+    found = []
+    for _ in range(n_rounds):
+        found.append(turns.in_turn)
+        turns.accepted(2, 2.5, 2.5 * turn_s if turns.in_turn else 2 * ahead_s, cost, known, pace, MOST)
+    return found
+
+
+def test_the_faster_way_is_found_and_the_other_one_tried_now_and_then() -> None:
+    in_turn, ahead = chosen(ahead_s=1.2, turn_s=0.8), chosen(ahead_s=0.5, turn_s=0.8)
+    assert sum(in_turn[-200:]) > 180
+    assert not all(in_turn), "ahead was tried"
+    assert sum(ahead[-200:]) < 20
+
+
+def test_nothing_is_decided_before_a_drafter_has_drafted() -> None:
+    turns = Turns(in_turn=True)
+    turns.accepted(1, 1.0, 100.0, cost_of(0.0), Calibration(), Pace(), MOST)
+    assert turns == Turns(in_turn=True)
