@@ -30,8 +30,8 @@ from ggpipe.core.events import (
     Tick,
     ToDrafter,
 )
-from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits, Run, RunRecord, RunResult, Span
 from ggpipe.core.layout import share_machines
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits, Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits, Request
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.core.scheduler import Scheduler
@@ -356,7 +356,9 @@ def _models(cluster: VirtualCluster) -> tuple[str, ...]:
     return tuple(draft.drafter for draft in cluster.drafts)
 
 
-def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int, shares_machine: bool = False) -> Limits:
+def _limits(
+    sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int, shares_machine: bool = False
+) -> Limits:
     n_paths = speculation.sequences + n_drafters - 1
     n_branches = speculation.branches if model.rolls_back else MAX_STATES
     return Limits(
