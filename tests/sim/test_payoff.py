@@ -37,7 +37,7 @@ def test_a_draft_that_is_never_right_on_the_targets_cores() -> None:
     own = cluster((0.02, 0.02), 0.004, row_share=0.8, cores=2, crowd=0.85, overheads=Overheads())
     ratio, counters = against_iterative(own, 0.7, "never-right")
     assert ratio > 0.95
-    assert counters.paused_tokens[0] > 0.75 * N
+    assert counters.paused_tokens[0] > 0.6 * N
 
 
 @pytest.mark.parametrize("draft_s", [0.1, 0.4])

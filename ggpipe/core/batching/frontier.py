@@ -117,7 +117,7 @@ def _draft_with_single_root(
     most = max(min(most, pipeline.limits.n_rows - state.n_root_rows), 0)
     known, n_again, coming, token_s = state.drafters, state.tree.n_again, Coming(), None
     after = probabilities[-1] if probabilities else 1.0
-    if pipeline.turns.in_turn:
+    if pipeline.takes_turns(state):
         token_s = usual_turn(pipeline.cost, known.calibration, pace, most).token_s
         after = math.exp(state.tree.best_leaf.log_path - state.tree.root.log_path)
     if pace.first_s is not None and pace.next_s is not None:
@@ -151,7 +151,7 @@ def _due_at(state: RequestState) -> float | None:
 
 def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> Choice:
     """A run of draft tokens alone, when a stage would else have nothing to do."""
-    if pipeline.turns.in_turn and len(decoding) == 1:
+    if len(decoding) == 1 and pipeline.takes_turns(decoding[0]):
         return Choice()
     if pipeline.n_in_flight >= (pipeline.limits.n_in_flight if len(decoding) == 1 else pipeline.n_stages):
         return Choice()
@@ -195,7 +195,7 @@ def look_ahead(
         min(speculation.most_drafted, pipeline.limits.n_rows - 1), cost, together
     ):
         return 0
-    if pipeline.turns.in_turn and not others:
+    if not others and pipeline.takes_turns(state):
         return min(calibration.reach, speculation.most_drafted)
     usual = most_per_second(usual_chain(together, speculation.most_drafted), cost)
     return min(usual * (pipeline.limits.n_in_flight + 1), calibration.reach)
@@ -203,7 +203,7 @@ def look_ahead(
 
 def least_path(pipeline: PipelineState, state: RequestState, served: Sequence[SequenceState]) -> float:
     """Path probability below which draft tokens are not worth their time, where drafters take turns with the target."""
-    if not pipeline.turns.in_turn or len(served) > 1 or not state.overlaps:
+    if len(served) > 1 or not pipeline.takes_turns(state):
         return 0.0
     speculation, known = state.request.speculation, state.drafters
     return usual_turn(pipeline.cost, known.calibration, known.leading.pace, speculation.most_drafted).least_path

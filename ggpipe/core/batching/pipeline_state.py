@@ -124,6 +124,10 @@ class PipelineState:
         that are worth `left_out` could go with it."""
         return self.cost.tries_one(self._n_in_flight[1], left_out / worth)
 
+    def takes_turns(self, state: RequestState) -> bool:
+        """Target and drafters take turns, as long as this is the only request."""
+        return self.turns.in_turn and state.overlaps and state.drafters.leading.pace.next_s is not None
+
     def may_draft(self, state: RequestState) -> bool:
         """A run of draft tokens alone may go in for this request."""
         return state.request.speculation.continuous or not self._is_drafting(state)

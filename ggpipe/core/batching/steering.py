@@ -94,7 +94,7 @@ class Steering:
     def _take_turns(self, state: RequestState, n_accepted: int, only_one: bool) -> None:
         """Learn how fast tokens come while drafters draft ahead, or in turn with the target."""
         pipeline, known = self._pipeline, state.drafters
-        if only_one and state.overlaps and pipeline.cost.is_known and self._weighed == state.id:
+        if only_one and self._weighed == state.id and pipeline.cost.is_known and not known.leading.is_paused:
             most = min(state.request.speculation.most_drafted, pipeline.limits.n_rows - 1)
             seconds = pipeline.now - self._weighed_at
             pipeline.turns.accepted(
