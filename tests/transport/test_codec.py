@@ -94,7 +94,9 @@ DRAFTER_MESSAGES = st.one_of(
         banned=TOKENS,
         speculation=SPECULATIONS,
     ),
-    st.builds(Accepted, INT64, INT64, TOKENS, INT32, st.lists(st.tuples(INT64, INT32), max_size=5).map(tuple)),
+    st.builds(
+        Accepted, INT64, INT64, TOKENS, INT32, PROBABILITY, st.lists(st.tuples(INT64, INT32), max_size=5).map(tuple)
+    ),
     st.builds(EndDrafting, INT64),
 )
 CANDIDATES = st.lists(st.tuples(INT32, PROBABILITY), max_size=5).map(tuple)
