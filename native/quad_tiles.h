@@ -293,7 +293,7 @@ template <class Format> GGPIPE_AVX2 void multiply(const Weights & weights, int64
                     tile.multiply(sums, block);
                 }
             };
-            if constexpr (Format::kWide) multiply_with(std::integral_constant<int, 4>());
+            multiply_with(std::integral_constant<int, 4>());
             multiply_with(std::integral_constant<int, 2>());
             multiply_with(std::integral_constant<int, 1>());
         }
