@@ -10,13 +10,14 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
 #include "vectors.h"
 
 #define GGPIPE_TARGET __attribute__((target("arch=x86-64-v4,avx512vnni")))
 
 namespace ggpipe {
 
-constexpr int kLanes = 16, kChunk = 256;  // rows and columns that are unpacked at a time
+constexpr int kLanes = 16;  // rows that are unpacked at a time
 using F = Floats<kLanes>;
 using I = Ints<kLanes>;
 using U = Unsigned<kLanes>;  // often four bytes of each lane

@@ -1,8 +1,8 @@
-// Products of quantized weights, in default numerics, on CPUs with AVX-512 VNNI.
+// Products of quantized weights, in default numerics, on CPUs with AVX2 (quad_tiles.h) or AVX-512 VNNI (tiles.h).
 //
 // ggml reads and unpacks a matrix again for each row or two of a run, so two rows take twice as long as one. Here a tile of
-// weights, 16 rows by 256 columns, is unpacked such that each lane of a vector holds its own row, and all rows of activations
-// are multiplied with it while it is in registers or in the first cache: rows of a small run take little more time than one.
+// weights, 8 or 16 rows by 256 columns, is unpacked once, and all rows of activations are multiplied with it while it is in
+// registers or in the first cache: rows of a small run take little more time than one.
 //
 // Activations are quantized as ggml does it, and sums over the columns that share a scale (all 256 where scales are integers)
 // are exact, so results differ from ggml's only by the order in which blocks are added up. That order is always the same: the
@@ -14,7 +14,11 @@
 
 #include "abi.h"
 #include "fast.h"
-#include "tiles.h"
+#include "kernels.h"
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 namespace ggpipe {
 
@@ -26,35 +30,9 @@ Activations activations_of(const FastGraph::Quantized & quantized, QuantizedMemo
             memory.starts.data(), memory.scales.data(), memory.sums.data()};
 }
 
-struct Kernel {
-    bool is_repacked;  // what it takes
-    void (*quantize)(const float *, int64_t, const Activations &);
-    void (*multiply)(const Weights &, int64_t, const Activations &, const std::vector<int32_t> &, float * const *);
-};
 const Kernel * kernel_for(ggml_type type) {
-    static const bool can = __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni");
-    switch (can ? type : GGML_TYPE_COUNT) {
-#define GGPIPE_KERNEL(NAME) \
-        case GGML_TYPE_##NAME: { \
-            static constexpr Kernel kernel{NAME::From::kGroup > 1, quantize<NAME>, multiply<NAME>}; \
-            return &kernel; \
-        }
-        GGPIPE_KERNEL(Q8_0)
-        GGPIPE_KERNEL(Q4_0)
-        GGPIPE_KERNEL(Q4_1)
-        GGPIPE_KERNEL(Q5_0)
-        GGPIPE_KERNEL(Q5_1)
-        GGPIPE_KERNEL(IQ4_NL)
-        GGPIPE_KERNEL(MXFP4)
-        GGPIPE_KERNEL(Q2_K)
-        GGPIPE_KERNEL(Q3_K)
-        GGPIPE_KERNEL(Q4_K)
-        GGPIPE_KERNEL(Q5_K)
-        GGPIPE_KERNEL(Q6_K)
-        GGPIPE_KERNEL(IQ4_XS)
-#undef GGPIPE_KERNEL
-        default: return nullptr;
-    }
+    const Kernel * kernel = vnni_kernel(type);
+    return kernel ? kernel : avx2_kernel(type);
 }
 
 const float * row_of(const ggml_tensor * t, int64_t row) {
@@ -94,8 +72,8 @@ void FastGraph::add(ggml_tensor * product) {
         quantized.emplace_back().source = source;
         quantized.back().type = type;
         const Activations a = activations_of(quantized.back(), memory);
-        const size_t n = a.n_chunks * a.n_rows;
-        if (memory.numbers.size() < n * kChunk) memory.numbers.resize(n * kChunk);
+        const size_t n = a.n_chunks * a.n_rows, n_bytes = n * kernel_for(type)->chunk_bytes;
+        if (memory.numbers.size() < n_bytes) memory.numbers.resize(n_bytes);
         if (memory.scales.size() < n * kMaxUnits) {
             memory.starts.resize(n * kMaxUnits);
             memory.scales.resize(n * kMaxUnits);
@@ -148,7 +126,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
             all.to.push_back((float *) ((char *) node->data + row * node->nb[1]));
         }
     }
-    const int64_t n_tiles = (weights->ne[1] + kLanes - 1) / kLanes, n_items = n_tiles * n_uses;
+    const int64_t n_tiles = (weights->ne[1] + kernel.n_lanes - 1) / kernel.n_lanes, n_items = n_tiles * n_uses;
     const int64_t step = std::max<int64_t>(1, n_items / (8 * n_threads));
     for (int64_t from; (from = product.taken.fetch_add(step, std::memory_order_relaxed)) < n_items;) {
         for (int64_t item = from; item < std::min(from + step, n_items); item++) {
@@ -157,7 +135,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
             const auto matrix_of = [&](int32_t expert) { return (const uint8_t *) weights->data + expert * weights->nb[2]; };
             const Weights matrix{matrix_of(use.expert), weights->ne[1], weights->nb[1],
                                  i + 1 < n_uses ? matrix_of(uses[i + 1].expert) : (const uint8_t *) next->data};
-            kernel.multiply(matrix, item % n_tiles * kLanes, activations, use.rows, use.to.data());
+            kernel.multiply(matrix, item % n_tiles * kernel.n_lanes, activations, use.rows, use.to.data());
         }
     }
 }

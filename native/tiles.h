@@ -1,4 +1,5 @@
-// Tiles of weights times quantized activations; see products.cpp.
+// Tiles of weights times quantized activations, with AVX-512 VNNI; see products.cpp. Each lane of a vector has its own row of
+// weights.
 #pragma once
 
 #ifdef __x86_64__
@@ -12,23 +13,9 @@
 
 namespace ggpipe {
 
-constexpr int kMaxUnits = 16;  // of a tile
-constexpr int kMaxRows = 8;          // of activations at a time
-constexpr size_t kAhead = 8 << 10;   // bytes between the next tile and what is fetched meanwhile
+constexpr int kMaxRows = 8;  // of activations at a time
 
 struct alignas(64) Line { float results[kLanes]; };
-struct Weights {
-    const uint8_t * data;
-    int64_t n_rows;
-    size_t row_bytes;
-    const uint8_t * next;  // what is multiplied after them
-};
-struct Activations {  // quantized as a format of weights wants them: chunk by chunk, and in these row by row
-    int64_t n_rows, n_columns, n_chunks;
-    int8_t * numbers;        // kChunk of each row
-    int32_t * starts;        // of each unit: what makes up for the offset of the weights' numbers
-    float * scales, * sums;  // of each unit; a sum is that of its values
-};
 typedef int8_t Narrow __attribute__((vector_size(kLanes)));
 
 // Quantize one row of `a`.

@@ -1,4 +1,4 @@
-// How formats of quantized weights are unpacked for products.cpp. Those with blocks of 256 columns are in superblocks.h.
+// How formats of quantized weights are unpacked for tiles.h. Those with blocks of 256 columns are in superblocks.h.
 #pragma once
 
 #ifdef __x86_64__

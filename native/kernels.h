@@ -1,0 +1,40 @@
+// What products.cpp needs to know of kernels for products of quantized weights, and what all of them have in common.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ggml.h"
+
+namespace ggpipe {
+
+constexpr int kChunk = 256;               // columns that are unpacked at a time
+constexpr int kMaxUnits = 16;             // of a chunk; each has a scale
+constexpr size_t kAhead = 8 << 10;        // bytes between the next tile and what is fetched meanwhile
+
+struct Weights {
+    const uint8_t * data;
+    int64_t n_rows;
+    size_t row_bytes;
+    const uint8_t * next;  // what is multiplied after them
+};
+struct Activations {  // quantized as a format of weights wants them: chunk by chunk, and in these row by row
+    int64_t n_rows, n_columns, n_chunks;
+    int8_t * numbers;        // of each row, as many bytes as the kernel says
+    int32_t * starts;        // of each unit: what makes up for the offset of the weights' numbers
+    float * scales, * sums;  // of each unit; a sum is that of its values
+};
+
+struct Kernel {
+    bool is_repacked;  // the layout of weights that it takes
+    int n_lanes;       // rows of weights at a time
+    int chunk_bytes;   // of the numbers of a chunk of activations
+    void (*quantize)(const float * x, int64_t row, const Activations & to);
+    // The results of `n_lanes` rows of weights, from `first` on, for some rows of activations.
+    void (*multiply)(const Weights &, int64_t first, const Activations &, const std::vector<int32_t> & rows, float * const * to);
+};
+const Kernel * vnni_kernel(ggml_type type);  // nullptr: none, or the CPU cannot
+const Kernel * avx2_kernel(ggml_type type);
+
+}  // namespace ggpipe

@@ -1,0 +1,335 @@
+// How formats of quantized weights are unpacked into quads, for quad_tiles.h.
+#pragma once
+
+#ifdef __x86_64__
+#include "quads.h"
+
+namespace ggpipe::avx2 {
+
+constexpr int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t kFloat4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// Each has a number of columns and bytes a block (of a row), columns a unit (which share a scale), and columns a step, of which
+// activations share a scale. `unpack` calls `emit` for each unit of a tile, in order unless kSuper, with its number, its quads
+// (A and B of each 8 columns), and what else follows.
+//
+// kWide: numbers have 8 bits with a sign. Products of two columns would not fit into 16 bits, so numbers are widened.
+// Otherwise they have no sign, kOffset was added to them, and products of a unit fit into 16 bits.
+// kSuper: scales are integers, pairs of units of them in `Block`. Otherwise a scale and a minimum are given to `emit`.
+
+template <class Source, bool kIsWide> struct Small {
+    using From = Source;
+    static constexpr int kUnit = 32, kBlock = 32, kStep = 32, kOffset = 0;
+    static constexpr bool kWide = kIsWide, kSuper = false, kHasMinima = false;
+};
+#define GGPIPE_UNITS(N) _Pragma("GCC unroll 1") for (int u = 0; u < N; u++)
+#define GGPIPE_UNPACK template <class Emit> GGPIPE_AVX2 GGPIPE_INLINE static void unpack
+
+// 16 bytes of each row: the lower halves of all, then the upper ones.
+template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline void nibbles(const From & rows, int at, V numbers[8]) {
+    V both[4];
+    rows.quads(at, both);
+    for (int i = 0; i < 4; i++) {
+        numbers[i] = four_bits(both[i]);
+        numbers[4 + i] = upper_four_bits(both[i]);
+    }
+}
+GGPIPE_AVX2 GGPIPE_INLINE inline void look_up(const int8_t * table, int offset, V numbers[8]) {
+    const V values = _mm256_add_epi8(in_both(load_16(table)), all_bytes(offset));
+    for (int i = 0; i < 8; i++) numbers[i] = _mm256_shuffle_epi8(values, numbers[i]);
+}
+// Fifth bits at `at`, nibbles after them.
+GGPIPE_AVX2 GGPIPE_INLINE inline void fives(const Rows & rows, int at, V numbers[8]) {
+    nibbles(rows, at + 4, numbers);
+    const V bits = rows.word(at), each = _mm256_set1_epi64x(0x8040201008040201);
+    for (int i = 0; i < 8; i++) {
+        const V which = in_both(_mm_set_epi64x(0x0404040404040404, 0)), from = all_bytes(i % 2 * 8 + i / 2);
+        const V has = _mm256_and_si256(_mm256_shuffle_epi8(bits, _mm256_add_epi8(which, from)), each);
+        numbers[i] = _mm256_or_si256(numbers[i], _mm256_and_si256(_mm256_cmpeq_epi8(has, each), all_bytes(16)));
+    }
+}
+
+struct Q8_0 : Small<Rows, true> {
+    static constexpr int kBytes = 34;
+    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            V numbers[8];
+            for (int i = 0; i < 2; i++) rows.quads(2 + 16 * i, numbers + 4 * i);
+            emit(u, numbers, rows.halves(0), F{});
+            rows += kBytes;
+        }
+    }
+};
+struct Q4_1 : Small<Rows, false> {
+    static constexpr int kBytes = 20;
+    static constexpr bool kHasMinima = true;
+    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            V numbers[8];
+            nibbles(rows, 4, numbers);
+            emit(u, numbers, rows.halves(0), rows.halves(2));
+            rows += kBytes;
+        }
+    }
+};
+struct Q5_0 : Small<Rows, false> {
+    static constexpr int kBytes = 22, kOffset = 16;
+    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            V numbers[8];
+            fives(rows, 2, numbers);
+            emit(u, numbers, rows.halves(0), F{});
+            rows += kBytes;
+        }
+    }
+};
+struct Q5_1 : Small<Rows, false> {
+    static constexpr int kBytes = 24;
+    static constexpr bool kHasMinima = true;
+    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            V numbers[8];
+            fives(rows, 4, numbers);
+            emit(u, numbers, rows.halves(0), rows.halves(2));
+            rows += kBytes;
+        }
+    }
+};
+struct Q4_0 : Small<Eights, false> {  // ggml has inverted the upper bit of each number
+    static constexpr int kBytes = 18, kOffset = 8;
+    GGPIPE_UNPACK(Eights rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            V numbers[8];
+            nibbles(rows, 16, numbers);
+            for (V & quad : numbers) quad = _mm256_xor_si256(quad, all_bytes(8));
+            emit(u, numbers, rows.halves(0), F{});
+            rows += 8 * kBytes;
+        }
+    }
+};
+struct IQ4_NL : Small<Eights, true> {
+    static constexpr int kBytes = 18;
+    GGPIPE_UNPACK(Eights rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            V numbers[8];
+            nibbles(rows, 16, numbers);
+            look_up(kNonLinear, 0, numbers);
+            emit(u, numbers, rows.halves(0), F{});
+            rows += 8 * kBytes;
+        }
+    }
+};
+struct MXFP4 : Small<Eights, false> {
+    static constexpr int kBytes = 17, kOffset = 12;
+    GGPIPE_UNPACK(Eights rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            V numbers[8];
+            nibbles(rows, 8, numbers);
+            look_up(kFloat4, kOffset, numbers);
+            // The scale is half of 2 to the (e - 127). Of the smallest two, numbers are not normal.
+            const V e = rows.bytes(0), small = _mm256_sllv_epi32(_mm256_set1_epi32(0x200000), e);
+            const V normal = _mm256_slli_epi32(sum_of(e, _mm256_set1_epi32(-1)), 23);
+            emit(u, numbers, (F) _mm256_blendv_epi8(small, normal, _mm256_cmpgt_epi32(e, _mm256_set1_epi32(1))), F{});
+            rows += 8 * kBytes;
+        }
+    }
+};
+struct IQ4_XS : Small<Rows, true> {
+    static constexpr int kBytes = 136, kBlock = 256, kStep = 256;
+    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+        V head[4];
+        rows.words(0, head);
+        const F scale = rows.halves(0);
+        rows += 8;
+        GGPIPE_UNITS(8) {
+            V numbers[8];
+            nibbles(rows, 0, numbers);
+            look_up(kNonLinear, 0, numbers);
+            const V low = _mm256_and_si256(_mm256_srl_epi32(head[1], _mm_cvtsi32_si128(4 * u)), _mm256_set1_epi32(15));
+            const V high = _mm256_and_si256(_mm256_srl_epi32(head[0], _mm_cvtsi32_si128(16 + 2 * u)), _mm256_set1_epi32(3));
+            const V bits = _mm256_or_si256(low, _mm256_slli_epi32(high, 4));
+            emit(u, numbers, _mm256_mul_ps(scale, floats(sum_of(bits, _mm256_set1_epi32(-32)))), F{});
+            rows += 16;
+        }
+    }
+};
+
+// ---- with a scale for 256 columns, and integer scales of units ----------------------------------------------
+struct Block {
+    V scales[8], minima[8];  // pairs of those of consecutive units, in lanes
+    F scale, minimum;        // what they are multiplied by; the minimum's is negative
+};
+template <class Source, int kUnitColumns> struct Super {
+    using From = Source;
+    static constexpr int kUnit = kUnitColumns, kBlock = 256, kStep = 256, kOffset = 0;
+    static constexpr bool kWide = false, kSuper = true, kHasMinima = false;
+};
+
+struct Q4_K : Super<Eights, 32> {
+    static constexpr int kBytes = 144;
+    static constexpr bool kHasMinima = true;
+    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Eights & rows, Block & block) {
+        block.scale = rows.halves(0);
+        block.minimum = negative(rows.halves(16));
+        for (int i = 0; i < 4; i++) {
+            uint64_t scales[2], minima[2];
+            for (int j = 0; j < 2; j++) rows.scales(32 + 24 * i + 12 * j, scales[j], minima[j]);
+            block.scales[i] = Eights::pairs(scales[0], scales[1]);
+            block.minima[i] = Eights::pairs(minima[0], minima[1]);
+        }
+    }
+    GGPIPE_UNPACK(Eights rows, const Emit & emit) {
+        rows += 128;
+        GGPIPE_UNITS(4) {
+            V both[8], numbers[8];
+            for (int i = 0; i < 2; i++) rows.quads(128 * i, both + 4 * i);
+            for (int i = 0; i < 8; i++) numbers[i] = four_bits(both[i]);
+            emit(2 * u, numbers);
+            for (int i = 0; i < 8; i++) numbers[i] = upper_four_bits(both[i]);
+            emit(2 * u + 1, numbers);
+            rows += 256;
+        }
+    }
+};
+struct Q5_K : Super<Rows, 32> {
+    static constexpr int kBytes = 176;
+    static constexpr bool kHasMinima = true;
+    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
+        const V k2 = all_bytes(3), k6 = all_bytes(63);
+        V head[4];
+        rows.words(0, head);
+        block.scale = rows.halves(0);
+        block.minimum = negative(rows.halves(2));
+        const auto upper = [&](V lower, V packed) GGPIPE_AVX2 GGPIPE_INLINE {  // the upper two of six bits are with the first units
+            return _mm256_or_si256(lower, _mm256_slli_epi16(_mm256_and_si256(_mm256_srli_epi16(packed, 6), k2), 4));
+        };
+        const V s[2] = {_mm256_and_si256(head[1], k6), upper(four_bits(head[3]), head[1])};
+        const V m[2] = {_mm256_and_si256(head[2], k6), upper(upper_four_bits(head[3]), head[2])};
+        for (int i = 0; i < 4; i++) {
+            block.scales[i] = pair_of_bytes(s[i / 2], i % 2);
+            block.minima[i] = pair_of_bytes(m[i / 2], i % 2);
+        }
+    }
+    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+        const V k16 = all_bytes(16);
+        V high[8];
+        for (int i = 0; i < 2; i++) rows.quads(16 + 16 * i, high + 4 * i);
+        rows += 48;
+        GGPIPE_UNITS(4) {
+            V both[8], numbers[8];
+            for (int i = 0; i < 2; i++) rows.quads(16 * i, both + 4 * i);
+            for (int i = 0; i < 8; i++) {
+                numbers[i] = _mm256_or_si256(four_bits(both[i]), _mm256_and_si256(_mm256_slli_epi16(high[i], 4), k16));
+            }
+            emit(2 * u, numbers);
+            for (int i = 0; i < 8; i++) {
+                numbers[i] = _mm256_or_si256(upper_four_bits(both[i]), _mm256_and_si256(_mm256_slli_epi16(high[i], 3), k16));
+                high[i] = _mm256_srli_epi16(high[i], 2);
+            }
+            emit(2 * u + 1, numbers);
+            rows += 32;
+        }
+    }
+};
+struct Q6_K : Super<Rows, 16> {
+    static constexpr int kBytes = 210, kOffset = 32;
+    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
+        V bytes[4];
+        rows.words(192, bytes);
+        block.scale = rows.halves(208);
+        for (int i = 0; i < 8; i++) block.scales[i] = signed_pair_of_bytes(bytes[i / 2], i % 2);
+    }
+    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+        const V k48 = all_bytes(48);
+        Rows upper = rows;
+        upper += 128;
+        GGPIPE_UNITS(2) {
+            for (int half = 0; half < 2; half++) {  // 16 of each 32 columns
+                V high[4];
+                upper.quads(16 * half, high);
+                for (int part = 0; part < 2; part++) {
+                    V both[4], numbers[4];
+                    rows.quads(32 * part + 16 * half, both);
+                    for (int i = 0; i < 4; i++) {
+                        const V two = _mm256_and_si256(part ? _mm256_slli_epi16(high[i], 2) : _mm256_slli_epi16(high[i], 4), k48);
+                        numbers[i] = _mm256_or_si256(four_bits(both[i]), two);
+                    }
+                    emit(8 * u + 2 * part + half, numbers);
+                    for (int i = 0; i < 4; i++) {
+                        const V two = _mm256_and_si256(part ? _mm256_srli_epi16(high[i], 2) : high[i], k48);
+                        numbers[i] = _mm256_or_si256(upper_four_bits(both[i]), two);
+                    }
+                    emit(8 * u + 2 * part + half + 4, numbers);
+                }
+            }
+            rows += 64;
+            upper += 32;
+        }
+    }
+};
+GGPIPE_AVX2 GGPIPE_INLINE inline V two_bits(V bytes) { return _mm256_and_si256(bytes, all_bytes(3)); }
+struct Q3_K : Super<Rows, 16> {
+    static constexpr int kBytes = 110, kOffset = 4;
+    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
+        V packed[4];  // from the second on
+        rows.words(92, packed);
+        block.scale = rows.halves(108);
+        for (int i = 0; i < 4; i++) {
+            const V low = i < 2 ? four_bits(packed[1 + i]) : upper_four_bits(packed[i - 1]);
+            const V high = _mm256_slli_epi16(two_bits(_mm256_srli_epi16(packed[3], 2 * i)), 4);
+            const V bytes = _mm256_or_si256(low, high);
+            for (int j = 0; j < 2; j++) block.scales[2 * i + j] = _mm256_sub_epi16(pair_of_bytes(bytes, j), _mm256_set1_epi16(32));
+        }
+    }
+    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+        V high[8];
+        for (int i = 0; i < 2; i++) rows.quads(16 * i, high + 4 * i);
+        rows += 32;
+        GGPIPE_UNITS(2) {
+            V both[8], numbers[8];
+            for (int i = 0; i < 2; i++) rows.quads(16 * i, both + 4 * i);
+            for (int part = 0; part < 4; part++) {
+                for (int i = 0; i < 8; i++) {
+                    const V third = _mm256_and_si256(_mm256_slli_epi16(high[i], 2), all_bytes(4));
+                    numbers[i] = _mm256_or_si256(two_bits(both[i]), third);
+                    both[i] = _mm256_srli_epi16(both[i], 2);
+                    high[i] = _mm256_srli_epi16(high[i], 1);
+                }
+                for (int half = 0; half < 2; half++) emit(8 * u + 2 * part + half, numbers + 4 * half);
+            }
+            rows += 32;
+        }
+    }
+};
+struct Q2_K : Super<Rows, 16> {
+    static constexpr int kBytes = 84;
+    static constexpr bool kHasMinima = true;
+    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
+        V bytes[4];
+        rows.words(0, bytes);
+        block.scale = rows.halves(80);
+        block.minimum = negative(rows.halves(82));
+        for (int i = 0; i < 8; i++) {
+            block.scales[i] = pair_of_bytes(four_bits(bytes[i / 2]), i % 2);
+            block.minima[i] = pair_of_bytes(upper_four_bits(bytes[i / 2]), i % 2);
+        }
+    }
+    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+        rows += 16;
+        GGPIPE_UNITS(2) {
+            V both[8], numbers[8];
+            for (int i = 0; i < 2; i++) rows.quads(16 * i, both + 4 * i);
+            for (int part = 0; part < 4; part++) {
+                for (int i = 0; i < 8; i++) {
+                    numbers[i] = two_bits(both[i]);
+                    both[i] = _mm256_srli_epi16(both[i], 2);
+                }
+                for (int half = 0; half < 2; half++) emit(8 * u + 2 * part + half, numbers + 4 * half);
+            }
+            rows += 32;
+        }
+    }
+};
+
+}  // namespace ggpipe::avx2
+#endif
