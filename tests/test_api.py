@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support.commands import TARGET
+from support.commands import HANG_S, TARGET
 
 import ggpipe
 
@@ -74,7 +74,7 @@ def test_other_names_are_refused() -> None:
 
 def test_settings_and_errors_load_nothing_heavy() -> None:
     script = "import sys, ggpipe; ggpipe.EngineConfig; ggpipe.RunError; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert not {"numpy", "mpi4py", "llama_cpp", "typer", "rich", "msgspec"} & set(done.stdout.split())
 
 
@@ -109,6 +109,6 @@ def test_a_program_writes_a_text(tmp_path: Path) -> None:
     """)
     )
     command = [sys.executable, str(program), str(TARGET)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
     assert len(done.stdout) > 8

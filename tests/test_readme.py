@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import in_process
-from support.commands import ROOT, TARGET, ggpipe, output
+from support.commands import HANG_S, ROOT, TARGET, ggpipe, output
 from support.hub_server import hub_server
 
 from ggpipe.launch import mpirun
@@ -281,7 +281,7 @@ def test_the_python_examples(tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG_S,
             check=False,
         )
         assert (result.returncode, result.stderr) == (0, "")

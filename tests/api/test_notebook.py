@@ -7,7 +7,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from support.commands import ROOT, TARGET, wait_for
+from support.commands import HANG_S, ROOT, TARGET, wait_for
 
 from ggpipe.api.feed import Feed
 from ggpipe.api.panel import Panel
@@ -28,7 +28,7 @@ CELLS = (
 def test_a_notebook() -> None:
     v4: Any = nbformat.v4
     notebook = v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in CELLS])
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": ROOT}}).execute()
+    NotebookClient(notebook, timeout=HANG_S, resources={"metadata": {"path": ROOT}}).execute()
     outputs: list[list[Any]] = [cell.outputs for cell in notebook.cells]
     texts = ["".join(output.get("text", "") for output in cell) for cell in outputs]
     panels = ["".join(output.data["text/html"] for output in cell if "data" in output) for cell in outputs]
@@ -59,7 +59,7 @@ def test_one_panel_for_requests_at_a_time() -> None:
     first, second = Feed(), Feed()
     for feed in (first, second):
         panel.request(feed)
-    assert made[0].drawn.wait(60)
+    assert made[0].drawn.wait(HANG_S)
     assert len(made) == 1
     first.end()
     second.end()

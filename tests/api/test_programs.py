@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support.commands import TARGET, marked, processes_with, wait_for
+from support.commands import HANG_S, TARGET, marked, processes_with, wait_for
 
 HEAD = """
 import os, signal, sys, time
@@ -35,7 +35,7 @@ class Program:
 
     def ends(self) -> tuple[int, str, str]:
         """Exit code, stdout and stderr. Checks that no process is left."""
-        out, err = self.process.communicate(timeout=120)
+        out, err = self.process.communicate(timeout=HANG_S)
         wait_for(lambda: not processes_with(self.model.name))
         return self.process.returncode, out, err
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import options
+from support.commands import HANG_S
 
 from ggpipe.cli import launching, run
 from ggpipe.config.engine import EngineConfig
@@ -63,7 +64,7 @@ def loaded_after(*lines: list[str]) -> list[set[str]]:
     """All modules of a process after each of several command lines."""
     script = "import sys; from ggpipe.cli import run\n"
     script += f"for line in {lines}: run(line); print('modules', *sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=True)
     return [set(line.split()[1:]) for line in done.stderr.splitlines() if line.startswith("modules ")]
 
 

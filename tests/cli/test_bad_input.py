@@ -124,7 +124,7 @@ def test_different_models_on_different_ranks(n: int, tmp_path: Path) -> None:
     start = mpirun.mpirun_command(mpirun.find_mpirun(), n, None, ())
     command = [*start, "sh", str(script), sys.executable, "-m", "ggpipe", "generate", "-m", "m.gguf", "-p", "x"]
     variables = {**os.environ, **environment.mpi_environment()}
-    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=commands.HANG_S)
     assert result.returncode == 2
     ours = [line for line in result.stderr.splitlines() if "ggpipe: error" in line]
     assert len(ours) == 1

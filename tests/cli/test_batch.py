@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, marked, processes_with, ranks_of, wait_for
+from support.commands import HANG_S, ROOT, SPLITS, TARGET, marked, processes_with, ranks_of, wait_for
 from support.in_process import ggpipe
 
 N_PROMPTS = 24
@@ -41,7 +41,7 @@ class Job:
         return self.out.read_bytes().count(b"\n") if self.out.exists() else 0
 
     def ends(self) -> tuple[int, str]:
-        _, error = self.process.communicate(timeout=120)
+        _, error = self.process.communicate(timeout=HANG_S)
         wait_for(lambda: not processes_with(self.out.name))
         assert "Traceback" not in error
         return self.process.returncode, error

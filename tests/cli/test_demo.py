@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import in_process
-from support.commands import ROOT, ggpipe, mpirun
+from support.commands import HANG_S, ROOT, ggpipe, mpirun
 
 from ggpipe.llama.bundled import BUNDLED_PAIR
 
@@ -117,8 +117,8 @@ def on_a_terminal(*arguments: object, **environment: str) -> tuple[int, str]:
     os.close(slave)
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    code = process.wait(120)
-    reader.join(10)
+    code = process.wait(HANG_S)
+    reader.join(HANG_S)
     os.close(master)
     return code, b"".join(drawn).decode(errors="replace")
 

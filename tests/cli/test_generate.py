@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import in_process
-from support.commands import ROOT, SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of, wait_for
+from support.commands import HANG_S, ROOT, SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of, wait_for
 
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
@@ -28,7 +28,7 @@ RANKS = (1, 2)
 def test_a_full_disk(n: int, n_predict: int) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-P", "-m", "ggpipe", *map(str, TEXT), "-n", str(n_predict), *SPLITS[n]]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S, cwd=ROOT)
     assert result.returncode == 1
     assert "prefill" in result.stderr  # the summary
     assert result.stderr.splitlines()[-1] == "ggpipe: error: cannot write to stdout: No space left on device"
@@ -42,7 +42,7 @@ def test_a_reader_who_leaves_before_the_text(n: int, tmp_path: Path) -> None:
     write = os.open(tmp_path / "fifo", os.O_WRONLY)
     os.close(read)
     command = [sys.executable, "-P", "-m", "ggpipe", *map(str, TEXT), "-n", "400", "--ignore-eos", *SPLITS[n]]
-    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=HANG_S, cwd=ROOT)
     os.close(write)
     assert result.returncode == 0
     assert "stopped" in result.stderr
@@ -57,7 +57,7 @@ def test_a_reader_who_does_not_read(n: int, number: signal.Signals) -> None:
     os.close(write)
     job.waits_for(lambda: unread(read) > 4096 and is_stuck(read))
     job.process.send_signal(number)
-    code, error = job.ends(within_s=60)
+    code, error = job.ends()
     os.close(read)
     assert (code == 130) == (number == signal.SIGINT)
     assert "decode" in error  # the summary
@@ -73,7 +73,7 @@ def test_a_reader_who_reads_neither_text_nor_messages() -> None:
     wait_for(lambda: unread(read) > 4096 and is_stuck(read))
     process.terminate()
     try:
-        assert process.wait(60) != 0
+        assert process.wait(HANG_S) != 0
     finally:
         process.kill()
         os.close(read)
@@ -102,7 +102,7 @@ def test_text_reaches_a_file_as_it_comes(tmp_path: Path) -> None:
     assert len(secret) == 64
     assert processes_with(secret.decode()) == []
     job.process.send_signal(signal.SIGINT)
-    code, error = job.ends(within_s=60)
+    code, error = job.ends()
     assert code == 130
     assert "stopped" in error
 
@@ -113,7 +113,7 @@ def test_ctrl_c_under_a_users_mpirun() -> None:
     job = Job("users", launch=("nice", "-n", "-15", *mpirun_command(find_mpirun(), 2, None, ())))
     job.waits_for(lambda: computed_s(ranks_of(job.marker).get(1)) > 4)
     job.process.send_signal(signal.SIGINT)
-    code, error = job.ends(within_s=60)
+    code, error = job.ends()
     assert "decode" in error  # the summary
     assert code == 0 or "\nggpipe: error: terminated" in error  # MPICH's mpirun passes SIGINT on
 
@@ -139,7 +139,7 @@ def test_an_encoding_that_lacks_characters() -> None:
 def test_other_commands_on_a_full_disk(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-P", "-m", "ggpipe", *arguments]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S)
     assert result.returncode == 1
     assert result.stderr.startswith("ggpipe: error: ")
     assert result.stderr.endswith("No space left on device\n")

@@ -13,7 +13,7 @@ import pexpect
 import pytest
 from support import commands
 from support.chat_model import add_tokens
-from support.commands import SPLITS, TARGET
+from support.commands import HANG_S, SPLITS, TARGET
 from support.in_process import ggpipe, ggpipe_on_threads, output
 
 TEMPLATE = (
@@ -78,7 +78,7 @@ def test_reasoning_is_dim(chat: Path, tmp_path: Path) -> None:
     said = ("generate", "-m", chat, *SETTINGS, "-st", "-p", "Once", "--chat-template-file", file)
     plain = output(*said)
     shown, rc = pexpect.run(
-        shlex.join(map(str, (sys.executable, "-m", "ggpipe", *said))), timeout=120, withexitstatus=True,
+        shlex.join(map(str, (sys.executable, "-m", "ggpipe", *said))), timeout=HANG_S, withexitstatus=True,
         env={**os.environ, "TERM": "xterm-256color"}, dimensions=(40, 100),
     )  # fmt: skip
     assert rc == 0, shown

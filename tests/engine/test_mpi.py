@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import in_process
-from support.commands import HANG_S, ROOT, SPLITS, TARGET, Endless, ggpipe, mpirun, output
+from support.commands import HANG_S, ROOT, SPLITS, TARGET, Endless, ggpipe, mpirun, names_killed, output
 
 GREEDY = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1, "--temp", 0)
 
@@ -54,15 +54,15 @@ def test_a_prompt_of_many_chunks() -> None:
 
 
 def test_threads_of_each_rank_and_load_modes(tmp_path: Path) -> None:
-    for extra in (("-t", "1,2,1", "-tb", "2", "--no-mmap"), ("--no-repack", "--numa"), ("-lm", "dio")):
+    for extra in (("-t", "1,2,1", "-tb", "2", "--no-mmap", "--no-repack", "--numa"), ("-lm", "dio")):
         result = ggpipe(*GREEDY, "--exact", *SPLITS[3], *extra)
         assert (result.returncode, result.stdout) == (0, on_one_rank()), (extra, result.stderr)
 
 
 def test_measurements(tmp_path: Path) -> None:
     csv, out = tmp_path / "results.csv", tmp_path / "all.json"
-    for _ in range(2):
-        result = ggpipe(*GREEDY, "--csv", csv, "--json", out, *SPLITS[3])
+    for start, split in ((in_process.ggpipe, ()), (ggpipe, SPLITS[3])):
+        result = start(*GREEDY, "--csv", csv, "--json", out, *split)
         assert result.returncode == 0, result.stderr
     lines = csv.read_text().splitlines()
     assert len(lines) == 2
@@ -73,7 +73,7 @@ def test_measurements(tmp_path: Path) -> None:
 
 
 def test_the_text_ends_where_the_context_does() -> None:
-    result = ggpipe(
+    result = in_process.ggpipe_on_threads(
         "generate", "-m", TARGET, "-f", "prompts/tale.txt", "-c", 256, "--temp", 0, "--ignore-eos", *SPLITS[2]
     )
     assert result.returncode == 0
@@ -81,7 +81,7 @@ def test_the_text_ends_where_the_context_does() -> None:
 
 
 def test_no_tokens_are_asked_for() -> None:
-    result = ggpipe(*GREEDY[:5], "-n", 0, *SPLITS[2])
+    result = in_process.ggpipe_on_threads(*GREEDY[:5], "-n", 0, *SPLITS[2])
     assert (result.returncode, result.stdout) == (0, "")
 
 
@@ -89,7 +89,7 @@ def test_no_tokens_are_asked_for() -> None:
 def test_a_killed_rank_ends_the_job(rank: int) -> None:
     job = Endless(f"kill{rank}")
     os.kill(job.ranks[rank], signal.SIGKILL)
-    has_failed(job)
+    assert names_killed(rank, has_failed(job))
 
 
 def test_a_killed_mpirun_ends_the_job() -> None:
@@ -99,8 +99,8 @@ def test_a_killed_mpirun_ends_the_job() -> None:
     has_failed(job)
 
 
-def has_failed(job: Endless) -> None:
-    """With the text so far and its figures, and one line that is no more than that."""
+def has_failed(job: Endless) -> str:
+    """With the text so far and its figures, and one line that is no more than that. What it wrote to stderr."""
     code, error = job.ends()
     assert code == 1
     assert len(job.text) > 200
@@ -108,6 +108,7 @@ def has_failed(job: Endless) -> None:
     assert error.count("ggpipe: ") == 1
     assert error.splitlines()[-1].startswith("ggpipe: error: ")
     assert "sent nothing for" not in error, "it was noticed before any heartbeat was missed"
+    return error
 
 
 def test_ctrl_c_ends_cleanly() -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commands import SPLITS, TARGET, Endless, Job, ggpipe, names_killed, on_ranks, processes_with, ranks_of
+from support.commands import SPLITS, TARGET, Endless, Job, ggpipe, on_ranks, processes_with, ranks_of
 from support.virtual_hosts import virtual_hosts, why_not
 
 TIMEOUT = ("--rank-timeout", 3)
@@ -35,16 +35,6 @@ def test_a_stopped_rank_ends_the_job(rank: int, split: tuple[object, ...]) -> No
     with contextlib.suppress(ProcessLookupError):
         os.kill(stopped, signal.SIGCONT)
     assert not processes_with(job.marker)
-
-
-def test_a_killed_rank_is_named() -> None:
-    job = Endless("named", *SPLITS[3])
-    os.kill(job.ranks[2], signal.SIGKILL)
-    code, stderr = job.ends()
-    assert code == 1
-    assert len(job.text) > 200
-    assert len(errors_of(stderr)) <= 1  # mpirun leaves the others a quarter of a second
-    assert names_killed(2, stderr)
 
 
 def test_a_rank_that_was_stopped_for_less_than_the_timeout_goes_on() -> None:

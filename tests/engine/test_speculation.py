@@ -254,14 +254,15 @@ def spied_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stage]]:
     yield stages
 
 
-def test_nothing_is_left_in_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_in_any_cache(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
     """After a long asynchronous run with branches all ids are empty, and a prompt that fills all cells fits."""
-    config = replace(config_of(TARGET, DRAFT, 1, exact=False, n_seq=4, n_ctx=4352), cache_prompt=False)
+    n_tokens = 4000 if full else 1000
+    config = replace(config_of(TARGET, DRAFT, 1, exact=False, n_seq=4, n_ctx=n_tokens + 256), cache_prompt=False)
     with spied_stages(monkeypatch) as stages, local_session(config, 3) as session:
         prompt = prompt_of("tale.txt", 60)
         speculation = SpeculationConfig(n_draft=3, n_parallel=4, p_split=0.05)
-        tokens, stats = generate(session, prompt, SAMPLINGS["greedy"], speculation, 4000)
-        assert len(tokens) == 4000
+        tokens, stats = generate(session, prompt, SAMPLINGS["greedy"], speculation, n_tokens)
+        assert len(tokens) == n_tokens
         assert stats.counters.submitted_tokens > 100
         assert len(stages) == 3
 
@@ -271,8 +272,8 @@ def test_nothing_is_left_in_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
             return all(lib.llama_memory_seq_pos_max(memory, seq) == -1 for memory in memories for seq in range(4))
 
         wait_for(are_empty)
-        full = tuple(tokens[i % 4000] for i in range(session.n_ctx - 1))
-        tokens, stats = generate(session, full, SAMPLINGS["greedy"], speculation, -1)
+        filling = tuple(tokens[i % n_tokens] for i in range(session.n_ctx - 1))
+        tokens, stats = generate(session, filling, SAMPLINGS["greedy"], speculation, -1)
         assert (len(tokens), stats.finish) == (2, Finish.CONTEXT_FULL)
 
 

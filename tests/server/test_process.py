@@ -11,7 +11,7 @@ import threading
 
 import pytest
 from support import commands
-from support.commands import TARGET
+from support.commands import HANG_S, TARGET
 from support.in_process import ggpipe, ggpipe_on_threads
 from support.servers import server
 
@@ -40,8 +40,8 @@ def test_a_killed_rank_costs_no_text_and_sigterm_lets_streams_end() -> None:
         os.kill(own.ranks()[-1], signal.SIGKILL)
         own.wait_for(lambda: any("starting the ranks again" in line for line in own.lines))
         own.process.send_signal(signal.SIGTERM)
-        asking.join(120)
-        assert own.process.wait(60) == 0, own.lines
+        asking.join(HANG_S)
+        assert own.process.wait(HANG_S) == 0, own.lines
         assert not own.ranks()
     events = [json.loads(line[6:]) for line in got[0].splitlines() if line.startswith("data: {")]
     assert "".join(event["choices"][0]["text"] for event in events) == expected.rstrip("\n")

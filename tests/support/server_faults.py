@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.commands import HANG_S
 from support.http_streams import Stream, read_streams
 from support.servers import Serving
 
@@ -55,7 +56,7 @@ def play(
     streams: list[Stream] = []
     reading = threading.Thread(target=lambda: streams.extend(read_streams(own.port, bodies, count)))
     reading.start()
-    is_time.wait(120)
+    is_time.wait(HANG_S)
     with contextlib.suppress(ProcessLookupError):  # the fault before came so late that it ends the ranks now
         os.kill(process, signal.SIGSTOP if stops else signal.SIGKILL)
     at = time.monotonic()
