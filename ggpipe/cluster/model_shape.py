@@ -250,7 +250,8 @@ def even_shape(
     dense = (in_layers - sum(layer_expert_bytes)) / n_layer
     if dense <= 0:
         raise ValueError(
-            f"experts of {sum(layer_expert_bytes) / 1e9:.4g} GB do not fit into layers of {in_layers / 1e9:.4g} GB"
+            f"experts of {sum(layer_expert_bytes) / 1e9:.4g} GB do not fit into layers of {in_layers / 1e9:.4g} GB: "
+            "lower expert_gb, or check weights_gb"
         )
     return ModelShape(
         name=name,

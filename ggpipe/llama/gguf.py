@@ -20,6 +20,7 @@ MetadataValue = int | float | str | bool | tuple[int, ...]
 """Value of a metadata key."""
 
 _MAX_LAYERS = 512  # libllama aborts the process at more
+_F32_BYTES = 4
 _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
@@ -82,7 +83,32 @@ class ModelFile:
                 f"{path} is damaged: its header counts {model.n_blocks} layers, "
                 f"and libllama takes at most {_MAX_LAYERS}; copy it again"
             )
+        if problem := model.misfit_of_experts({}):
+            raise ModelError(f"{path} is damaged: {problem}; copy it again, or convert the model again")
         return model
+
+    def misfit_of_experts(self, overrides: Mapping[str, int]) -> str:
+        """Why the header's counts of experts cannot be right; empty if they can. libllama ends the process at some of
+        these. `overrides`: counts to take instead, by their keys."""
+        metadata = {**self.metadata, **overrides}
+        count, used, width = (
+            metadata.get(f"{self.architecture}.{key}", 0)
+            for key in ("expert_count", "expert_used_count", "embedding_length")
+        )
+        most_used = max(used) if isinstance(used, tuple) and used else used
+        if not isinstance(count, int) or not isinstance(most_used, int):
+            return ""
+        has_experts = any("_exps." in name for name in self.tensors)
+        if most_used > count or (most_used < 1 and has_experts):
+            allowed = f"from 1 to expert_count ({count})" if count > 0 else "0, since expert_count is 0"
+            return f"expert_used_count must be {allowed}, got {most_used}"
+        for name, tensor in self.tensors.items():
+            if name.endswith("ffn_gate_inp.weight") and tensor.type == "f32" and isinstance(width, int):
+                if tensor.size != _F32_BYTES * width * count:
+                    there = tensor.size / (_F32_BYTES * max(width, 1))
+                    return f"expert_count is {count}, and {name} is for {there:g} experts"
+                break
+        return ""
 
     @property
     def architecture(self) -> str:

@@ -121,7 +121,9 @@ def _of_shared_experts(header: ModelHeader, layer: int, shares: Sequence[float])
 
 
 def _of_experts(header: ModelHeader, layer: int, shares: Sequence[float]) -> dict[str, Cut]:
-    """libllama cuts experts after multiples of 128 columns. Where experts are small, shorter pieces are more even."""
+    """libllama cuts experts after multiples of 128 columns. Where experts are small, shorter pieces are more even.
+    Where gate and up are one tensor, it ends the process if the model does not name its experts' width.
+    """
     tensors = header.layers[layer]
     down = tensors.get("ffn_down_exps.weight")
     if down is None or "ffn_down_exps.bias" in tensors:  # libllama adds the bias where it thinks that columns are
@@ -132,7 +134,9 @@ def _of_experts(header: ModelHeader, layer: int, shares: Sequence[float]) -> dic
     block = block_numbers(down.type)
     own, usual = (_pieces(columns, math.lcm(block, n), shares, layer) for n in (_MIN_COLUMNS, _USUAL_COLUMNS))
     is_better = max(map(truediv, own, shares)) < max(map(truediv, usual, shares))
-    return _of_columns(header, layer, "exps", own) if is_better else {}
+    if is_better or "ffn_gate_up_exps.weight" in tensors:
+        return _of_columns(header, layer, "exps", own if is_better else usual)
+    return {}
 
 
 def _of_columns(header: ModelHeader, layer: int, kind: str, pieces: tuple[int, ...]) -> dict[str, Cut]:

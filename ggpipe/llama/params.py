@@ -13,6 +13,7 @@ from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RowLogits
 from ggpipe.errors import RunError, Setting, SettingError
+from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib, native
 
 _GGML_TYPES = {
@@ -22,6 +23,7 @@ _FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}
 _LOAD_MODE_NONE, _LOAD_MODE_DIRECT_IO = 0, 4
 _SPLIT_MODE_LAYER = 1
+_EXPERT_COUNTS = (".expert_count", ".expert_used_count")
 
 NO_STATE = np.empty(0, np.float32)
 """Last hidden state of a model, if it is not known."""
@@ -39,9 +41,19 @@ def model_params(config: ModelConfig, keep: list[object]) -> Any:
         overrides = (lib.llama_model_kv_override * (len(config.override_kv) + 1))()
         for item, text in zip(overrides, config.override_kv, strict=False):
             _fill_override(item, text)
+        _check_experts(config)
         keep.append(overrides)
         params.kv_overrides = overrides
     return params
+
+
+def _check_experts(config: ModelConfig) -> None:
+    """Raises SettingError if overridden counts of experts do not fit the model."""
+    pairs = (text.partition("=")[::2] for text in config.override_kv)
+    counts = {key: int(typed.removeprefix("int:")) for key, typed in pairs if key.endswith(_EXPERT_COUNTS)}
+    if counts and (problem := ModelFile.open(config.path).misfit_of_experts(counts)):
+        text = next(text for text in config.override_kv if text.partition("=")[0] in counts)
+        raise SettingError("override_kv", text, problem)
 
 
 def _fill_override(item: Any, text: str) -> None:

@@ -12,7 +12,7 @@ from support.zoo import make, split
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
-from ggpipe.errors import ModelError
+from ggpipe.errors import ModelError, SettingError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
 from ggpipe.llama.vocab import Vocab
@@ -240,3 +240,26 @@ def test_fingerprint(whole: Path, parts: list[Path], tmp_path: Path) -> None:
     for changed in (data + b"\0", data.replace(b"<0x7A>", b"<0x7a>")):  # the size alone, one letter of the vocabulary
         path.write_bytes(changed)
         assert ModelFile.open(path).fingerprint not in seen
+
+
+@pytest.mark.parametrize(
+    ("key", "count", "problem"),
+    [
+        ("expert_used_count", 5, "expert_used_count must be from 1 to expert_count (4), got 5"),
+        ("expert_used_count", 0, "expert_used_count must be from 1 to expert_count (4), got 0"),
+        ("expert_count", 0, "expert_used_count must be 0, since expert_count is 0, got 2"),
+        ("expert_count", 8, "expert_count is 8, and blk.0.ffn_gate_inp.weight is for 4 experts"),
+    ],
+)
+def test_counts_of_experts_that_do_not_fit(key: str, count: int, problem: str, tmp_path: Path) -> None:
+    """libllama would end the process."""
+    path = make("qwen3moe", tmp_path / "model.gguf")
+    override = f"qwen3moe.{key}=int:{count}"
+    with pytest.raises(SettingError) as caught:
+        Vocab(ModelFile.open(path), ModelConfig(path=path, override_kv=(override,)))
+    assert str(caught.value) == f"`override_kv` {override}: {problem}"
+    reader = gguf.GGUFReader(path, "r+")
+    field = reader.fields[f"qwen3moe.{key}"]
+    field.parts[field.data[0]][0] = count
+    reader.data.flush()
+    assert refused(path) == f"{path} is damaged: {problem}; copy it again, or convert the model again"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import llama_cpp
@@ -21,34 +22,58 @@ from ggpipe.llama.libllama import start
 from support.zoo import N_VOCAB_TEST, Value, ggml_base, set_value, weights_of
 
 WIDTH, N_HEAD, N_FF = 768, 6, 768
-HEAD = WIDTH // N_HEAD
+HEAD = 128
 Change = Callable[[str, NDArray[np.float32]], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large a model is. Heads have HEAD numbers in all of them."""
+
+    width: int = WIDTH
+    n_head: int = N_HEAD
+    n_ff: int = N_FF
+    """Columns of the FFN, and of each expert."""
+    n_experts: int = 2
+    """A token uses two. With two in all, no near-tie between experts can change everything."""
+    n_indexers: int = 64
+    """Heads of the indexers of sparse attention."""
+
+
+SMALL = Sizes(width=2 * HEAD, n_head=2, n_ff=256, n_experts=4, n_indexers=4)
+"""Whose rows are too short for K-quants, and whose tokens choose among experts."""
 
 _MOE = frozenset(
     """
     afmoe arctic bailingmoe bailingmoe2 bailingmoe3 cohere2moe dbrx deepseek deepseek2 deepseek2-ocr deepseek32
-    deepseek4 dots1 dots3note ernie4_5 ernie4_5-moe exaone-moe glm-dsa glm4moe glm5-next gpt-oss grok grovemoe
-    hunyuan-moe hy_v3
-    hy_v4 kimi-k3 kimi-linear laguna lfm2moe llama4 maple mellum mimo2 minimax-01 minimax-m2 minimax-m3 mistral4 olmoe
-    paddleocr phimoe qwen2moe qwen35moe qwen3moe qwen3next qwen3vlmoe qwen4exp smallthinker step35
+    deepseek4 dots1 dots3note ernie4_5-moe exaone-moe glm-dsa glm4moe glm5-next gpt-oss grok grovemoe hunyuan-moe
+    hy_v3 hy_v4 kimi-k3 kimi-linear laguna lfm2moe llama4 maple mellum mimo2 minimax-01 minimax-m2 minimax-m3
+    mistral4 olmoe phimoe qwen2moe qwen35moe qwen3moe qwen3next qwen3vlmoe qwen4exp smallthinker step35
     """.split()  # noqa: SIM905
 )
 """Always with experts."""
 
 _DENSE = frozenset(
     """
-    apertus arcee arwkv7 baichuan bitnet bloom chameleon chatglm codeshell cogvlm cohere2 command-r deci exaone exaone4
-    falcon falcon-h1 gemma gemma2 gemma3 gemma3n gemma4 glm4 gpt2 gptneox granite granite_swa granitehybrid granitemoe
-    hrm_text hunyuan-dense hunyuan_vl internlm2 jais jais2 jamba lfm2 llama maincoder mamba mamba2 minicpm minicpm3
-    mistral3 mpt muse-glimmer nanbeige nemotron nemotron_h nemotron_h_moe olmo olmo2 openelm orion pangu-embedded phi2
-    phi3 plamo plamo2 plamo3 plm pockettts qwen qwen2 qwen2vl qwen3 qwen35 qwen3tts qwen3vl refact rwkv6 rwkv6qwen2
-    rwkv7 seed_oss smollm3 spark2_5 stablelm starcoder starcoder2 talkie xverse
+    apertus arcee arwkv7 baichuan bitnet bloom chameleon chatglm codeshell cogvlm cohere2 command-r deci ernie4_5
+    exaone exaone4 falcon falcon-h1 gemma gemma2 gemma3 gemma3n gemma4 glm4 gpt2 gptneox granite granite_swa
+    granitehybrid granitemoe hrm_text hunyuan-dense hunyuan_vl internlm2 jais jais2 jamba lfm2 llama maincoder mamba
+    mamba2 minicpm minicpm3 mistral3 mpt muse-glimmer nanbeige nemotron nemotron_h nemotron_h_moe olmo olmo2 openelm
+    orion paddleocr pangu-embedded phi2 phi3 plamo plamo2 plamo3 plm pockettts qwen qwen2 qwen2vl qwen3 qwen35
+    qwen3tts qwen3vl refact rwkv6 rwkv6qwen2 rwkv7 seed_oss smollm3 spark2_5 stablelm starcoder starcoder2 talkie
+    xverse
     """.split()  # noqa: SIM905
 )
 
 ARCHITECTURES = tuple(sorted(_MOE | _DENSE))
-WITH_EXPERTS_TOO = ("llama", "refact", "minicpm", "granite", "granitemoe", "mistral3")
+WITH_EXPERTS_TOO = tuple(
+    """
+    gemma4 granite granite_swa granitehybrid granitemoe jamba llama minicpm mistral3 nemotron_h nemotron_h_moe
+    """.split()  # noqa: SIM905
+)
 """Dense ones that have experts in other models: `NAME+experts`."""
+MIXTURES = (*sorted(_MOE), *(f"{name}+experts" for name in WITH_EXPERTS_TOO))
+"""Names of models with experts, one of each architecture that can have them."""
 
 _LATENT = frozenset(
     """
@@ -86,6 +111,7 @@ def write(
     *,
     n_layer: int | None = None,
     n_mtp: int = 0,
+    sizes: Sizes = Sizes(),
     change: Change = lambda _name, data: data,
 ) -> Path:
     """Write a model to `path` unless that exists. `name`: of ARCHITECTURES, or of WITH_EXPERTS_TOO with `+experts`.
@@ -99,7 +125,7 @@ def write(
     start()
     base = ggml_base()
     meta, file = base.gguf_init_empty(), base.gguf_init_empty()
-    for key, value in metadata(name, n_layer, n_mtp).items():
+    for key, value in metadata(name, n_layer, n_mtp, sizes).items():
         if isinstance(value, np.ndarray):
             base.gguf_set_arr_data(meta, key.encode(), 10, value.ctypes.data, value.size)
         else:
@@ -111,13 +137,13 @@ def write(
         tensor_name = base.ggml_get_name(tensor).decode()
         n, n_bytes = base.ggml_nelements(tensor), base.ggml_nbytes(tensor)
         data = weights_of(tensor_name, n, base.ggml_nrows(tensor), seed, 1.0)
-        if name == "gemma4" and tensor_name.endswith("attn_q_norm.weight"):
-            data /= 10  # it does not scale scores otherwise, and large ones make every rounding matter
+        if name.startswith("gemma4") and tensor_name.endswith("attn_q_norm.weight"):
+            data /= 30  # it does not scale scores otherwise, and large ones make every rounding matter
         data = change(tensor_name, data)
         raw = data if n_bytes == data.nbytes else data.astype(np.float16)
         base.ggml_backend_tensor_set(tensor, raw.ctypes.data, 0, n_bytes)
         # scales of NVFP4 weights: optional, and at random values they switch layers off
-        if tensor_name not in known and not re.search(r"\.(scale|input_scale)$", tensor_name):
+        if tensor_name not in known and not re.search(r"(?<!gate_inp)\.(scale|input_scale)$", tensor_name):
             known.add(tensor_name)
             base.gguf_add_tensor(file, tensor)
 
@@ -135,28 +161,30 @@ def write(
     return path
 
 
-def metadata(name: str, n_layer: int | None = None, n_mtp: int = 0) -> dict[str, Value | NDArray[np.uint64]]:
+def metadata(
+    name: str, n_layer: int | None = None, n_mtp: int = 0, sizes: Sizes = Sizes()
+) -> dict[str, Value | NDArray[np.uint64]]:
     """Of a model of this name, see `write`."""
     arch, _, more = name.partition("+")
     n_layer = (n_layer or _LAYERS.get(arch, 2)) + n_mtp
     n_vocab = _LARGE_VOCABULARY.get(arch, N_VOCAB_TEST)
-    n_kv = 1 if arch in _LATENT else N_HEAD
-    heads: Value = N_HEAD
+    n_kv = 1 if arch in _LATENT else sizes.n_head
+    heads: Value = sizes.n_head
     kv_heads: Value = n_kv
     if arch in _EVEN_ATTENTION:
-        heads = [0 if i == 1 else N_HEAD for i in range(n_layer)]
+        heads = [0 if i == 1 else sizes.n_head for i in range(n_layer)]
         kv_heads = [0 if i == 1 else n_kv for i in range(n_layer)]
     if arch in _RWKV:
         heads = kv_heads = 0
     of_arch: dict[str, Value | NDArray[np.uint64]] = {
         "vocab_size": n_vocab,
         "context_length": 1024,
-        "embedding_length": WIDTH,
-        "features_length": WIDTH,
+        "embedding_length": sizes.width,
+        "features_length": sizes.width,
         "block_count": n_layer,
         "leading_dense_block_count": 1,
-        "feed_forward_length": N_FF,
-        "attention.head_count": N_HEAD if arch == "glm5-next" else heads,
+        "feed_forward_length": sizes.n_ff,
+        "attention.head_count": sizes.n_head if arch == "glm5-next" else heads,
         "attention.head_count_kv": kv_heads,
         "attention.layer_norm_epsilon": 1e-5,
         "attention.layer_norm_rms_epsilon": 1e-5,
@@ -169,7 +197,7 @@ def metadata(name: str, n_layer: int | None = None, n_mtp: int = 0) -> dict[str,
         "attention.relative_buckets_count": 8,
         "attention.sliding_window": 32,
         "attention.sliding_window_pattern": [i % 2 for i in range(n_layer)] if arch in _WINDOWS else 2,
-        "attention.indexer.head_count": 64,
+        "attention.indexer.head_count": sizes.n_indexers,
         "attention.indexer.key_length": 128,
         "attention.indexer.top_k": 131072,  # selects all: nothing depends on near-ties
         "attention.indexer.block_size": 4,
@@ -182,11 +210,11 @@ def metadata(name: str, n_layer: int | None = None, n_mtp: int = 0) -> dict[str,
         "time_mix_extra_dim": 64,
         "time_decay_extra_dim": 128,
         "full_attention_interval": 2,
-        "ssm.inner_size": 1024 if arch in _DELTA_NET else 2 * WIDTH,
+        "ssm.inner_size": 1024 if arch in _DELTA_NET else 2 * sizes.width,
         "ssm.conv_kernel": 4,
         "ssm.state_size": 128,
         # ggml's meta device cuts the states of delta nets at powers of two only
-        "ssm.time_step_rank": 8 if arch in _DELTA_NET else N_HEAD,
+        "ssm.time_step_rank": 8 if arch in _DELTA_NET else sizes.n_head,
         "ssm.group_count": {"plamo2": 0}.get(arch, 4 if arch in _DELTA_NET else 2),
         "kda.head_dim": 128,
         "kda.safe_gate": True,
@@ -197,19 +225,19 @@ def metadata(name: str, n_layer: int | None = None, n_mtp: int = 0) -> dict[str,
         "attn_res.block_size": 12,
         "activation.situ_beta": 4.0,
         "activation.situ_linear_beta": 25.0,
-        "posnet.embedding_length": WIDTH,
+        "posnet.embedding_length": sizes.width,
         "posnet.block_count": n_layer,
-        "convnext.embedding_length": WIDTH,
+        "convnext.embedding_length": sizes.width,
         "convnext.block_count": n_layer,
     }
     if arch in _MOE or more:
         of_arch |= {
-            "expert_feed_forward_length": N_FF,
+            "expert_feed_forward_length": sizes.n_ff,
             "expert_shared_feed_forward_length": 512,
-            "expert_latent_length": N_FF,
+            "expert_latent_length": sizes.n_ff,
             "interleave_moe_layer_step": 2,
-            "expert_count": 2,
-            "expert_used_count": 2,  # all: a near-tie between experts would change everything
+            "expert_count": sizes.n_experts,
+            "expert_used_count": 2,
             "expert_shared_count": 1,
             "expert_gating_func": 2,
             "expert_group_scale": 1.0,
@@ -224,8 +252,12 @@ def metadata(name: str, n_layer: int | None = None, n_mtp: int = 0) -> dict[str,
             "attention.value_length_mla": 128,
         }
     if arch in _DELTA_NET:
-        of_arch |= {"attention.key_length": 256, "attention.value_length": 256, "attention.head_count_kv": N_HEAD // 2}
-    of_arch |= _special(arch, n_layer, n_vocab)
+        of_arch |= {
+            "attention.key_length": 256,
+            "attention.value_length": 256,
+            "attention.head_count_kv": sizes.n_head // 2,
+        }
+    of_arch |= _special(arch, n_layer, n_vocab, sizes)
     if n_mtp:
         of_arch["nextn_predict_layers"] = n_mtp
         if arch == "glm4moe":  # with them it is a model that reads images, whose MTP layers libllama cannot compute
@@ -247,17 +279,17 @@ _HYPER: dict[str, Value] = {
 }
 
 
-def _special(arch: str, n_layer: int, n_vocab: int) -> dict[str, Value | NDArray[np.uint64]]:
+def _special(arch: str, n_layer: int, n_vocab: int, sizes: Sizes) -> dict[str, Value | NDArray[np.uint64]]:
     """What one architecture wants otherwise."""
     other_layers = [i % 2 for i in range(n_layer)]
     own_indexers: Value = [1 - each for each in other_layers]
     match arch:
         case "qwen3" | "muse-glimmer" | "afmoe":
-            return {"attention.head_count_kv": N_HEAD // 2}
+            return {"attention.head_count_kv": sizes.n_head // 2}
         case "minimax-m3":
-            return {"rope.dimension_count": 64, "attention.indexer.head_count": N_HEAD}
+            return {"rope.dimension_count": 64, "attention.indexer.head_count": sizes.n_head}
         case "nemotron_h" | "nemotron_h_moe":
-            return {"feed_forward_length": [0, 0, *[N_FF] * (n_layer - 2)]}
+            return {"feed_forward_length": [0, 0, *[sizes.n_ff] * (n_layer - 2)]}
         case "rwkv7" | "arwkv7":
             ranks = ("decay", "iclr", "value_residual_mix", "gate")
             more: dict[str, Value] = {"token_shift_count": 1} if arch == "arwkv7" else {}
@@ -331,7 +363,7 @@ def _special(arch: str, n_layer: int, n_vocab: int) -> dict[str, Value | NDArray
                 "ple.heads_per_ngram": 2,
                 "ple.conv_kernel": 4,
                 "ple.eos_token_id": 0,
-                "embedding_length_per_layer_input": WIDTH // n_grams,
+                "embedding_length_per_layer_input": sizes.width // n_grams,
                 "ple.layer_multipliers": np.array([1, 3, 5], np.uint64),
                 "ple.head_offsets": np.arange(n_grams, dtype=np.uint64) * np.uint64(n_vocab),
                 "ple.head_vocab_sizes": np.full(n_grams, n_vocab, np.uint64),
