@@ -247,9 +247,7 @@ def test_other_orders_get_hostfiles_of_their_own(
     plan = replace(plan, places=tuple(Place(node, node) for node in order))
     path = tmp_path / "hosts"
     path.write_text(hostfile)
-    command = GenerateCommand(
-        model=Path("m.gguf"), draft=Path("d.gguf"), extras=[], hosts=hosts_of(path), hostfile=path
-    )
+    command = GenerateCommand(model=Path("m.gguf"), drafters=[], extras=[], hosts=hosts_of(path), hostfile=path)
     line, found, new = command_line(spec, plan, command)
     assert (found, new) == (tmp_path / name, lines)
     assert shlex.split(line)[-3:] == [str(tmp_path / name), "-f", "prompt.txt"]
