@@ -2,124 +2,199 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
 
 import pytest
 from support.planning import DRAFT, GB, SMALL, cluster, node, request
 
-from ggpipe.cluster.model_shape import even_shape, head_shape
+from ggpipe.cluster.model_shape import ModelShape, even_shape, head_shape
+from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.layer_split import n_ranks_of, parse_layer_split, text_of
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.errors import UsageError
+from ggpipe.planning import drafters
 from ggpipe.planning.drafters import DrafterCandidate, DrafterPlan, plan_drafters
 from ggpipe.planning.placements import FurtherDraft
+from ggpipe.planning.plan import Plan, Prediction
 from ggpipe.planning.planner import PlanRequest, make_plan
 from ggpipe.sim.simulation_spec import SyntheticText
 
-SLOW = even_shape(
-    name="slow", n_layer=8, weight_bytes=6 * GB, parameters=10e9, n_embd=4096, cell_bytes=64e3, n_vocab=32000
-)
 NODES = [node(f"n{i}") for i in range(4)]
 TOKENS = SyntheticText(agreement=0.5, n_prompt=32, overlap=0.0)
 ASYNC = replace(request(0.05, TOKENS), mode="async")
+LARGE = even_shape(
+    name="large", n_layer=8, weight_bytes=6 * GB, parameters=10e9, n_embd=4096, cell_bytes=64e3, n_vocab=32000
+)
 
 
-def planned(*candidates: DrafterCandidate, of: PlanRequest = ASYNC) -> DrafterPlan:
-    return plan_drafters(cluster(*NODES), SMALL, candidates, of)
+# The choice, with plans whose speeds are given
 
 
-def test_the_better_one_of_two() -> None:
-    """The other one is as good, but takes too long."""
-    fast, slow = DrafterCandidate(shape=DRAFT, agreement=0.8), DrafterCandidate(shape=SLOW, agreement=0.8)
-    for candidates in ((fast, slow), (slow, fast)):
-        made = planned(*candidates)
-        assert made.used[0] is fast
-        alone = {trial.used[0].shape.name: trial.tokens_per_s for trial in made.trials if len(trial.used) == 1}
-        assert alone["draft"] > alone["slow"]
+@dataclass(frozen=True)
+class GivenPlan:
+    best: Prediction
 
 
-def test_two_drafters_whose_mistakes_differ() -> None:
-    """Together they are right more often, which pays for their machine."""
-    two = [DrafterCandidate(shape=replace(DRAFT, name=name), agreement=0.5) for name in ("a", "b")]
-    made = planned(*two)
-    assert {drafter.shape.name for drafter in made.used} == {"a", "b"}
-    plan = made.plan
-    assert [rank.drafts for rank in plan.ranks][-2:] == [True, True]
-    assert [rank.layers for rank in plan.ranks][-2:] == [(0, DRAFT.n_layer)] * 2
-    splits = parse_layer_split(text_of(plan.placement.layer_splits))
-    assert (len(splits), n_ranks_of(splits)) == (3, len(plan.ranks)), "as a user would write it"
-    alone = make_plan(cluster(*NODES), SMALL, DRAFT, ASYNC)
-    assert plan.best.tokens_per_s > alone.best.tokens_per_s
+Speed = Callable[[tuple[str, ...], tuple[int | None, ...]], float]
+"""Of a plan with these drafters, of which all but the first one are on these machines."""
 
 
-def test_a_drafter_that_adds_nothing_is_left_out() -> None:
-    """It is right wherever the first one is, and only there."""
-    two = [DrafterCandidate(shape=replace(DRAFT, name=name), agreement=0.6) for name in ("a", "b")]
-    made = planned(*two, of=replace(ASYNC, tokens=replace(TOKENS, overlap=1.0)))
-    assert len(made.used) == 1
-    assert len(made.plan.placement.layer_splits) <= 2
-    assert {len(trial.used) for trial in made.trials} == {1, 2}, "it was tried"
+class Planner:
+    """In place of `make_plan`. Plans of whole searches are iterative if that is faster than the drafters."""
+
+    def __init__(self, speed: Speed, iterative: float = 1.0) -> None:
+        self.asked: list[tuple[tuple[str, ...], tuple[int | None, ...], PlanRequest]] = []
+        self._speed, self._iterative = speed, iterative
+
+    def __call__(
+        self,
+        spec: ClusterSpec,
+        target: ModelShape,
+        draft: ModelShape | None,
+        request: PlanRequest,
+        on_run: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Plan:
+        names = (draft.name if draft else "-", *(own.shape.name for own in request.further))
+        nodes = tuple(own.node for own in request.further)
+        self.asked.append((names, nodes, request))
+        for done in (2, 4):
+            on_run(done, 3)
+        speed = self._speed(names, nodes)
+        mode: Mode = "iterative" if request.mode is None and speed < self._iterative else "async"
+        return cast(Plan, GivenPlan(Prediction(mode, SpeculationConfig(mode=mode), speed, 0.1)))
+
+
+def candidate(name: str, agreement: float | None = None) -> DrafterCandidate:
+    return DrafterCandidate(shape=replace(DRAFT, name=name), agreement=agreement, flags=("-md", f"{name}.gguf"))
+
+
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, planner: Planner, *candidates: DrafterCandidate, of: PlanRequest = ASYNC
+) -> DrafterPlan:
+    monkeypatch.setattr(drafters, "make_plan", planner)
+    return plan_drafters(cluster(*NODES, replace(NODES[0], name="gpu", cores=16)), SMALL, candidates, of)
+
+
+def names_of(made: DrafterPlan) -> list[str]:
+    return [own.shape.name for own in made.used]
+
+
+def test_the_best_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(lambda names, nodes: {"a": 5.0, "b": 6.0}[names[0]])
+    made = chosen(monkeypatch, planner, candidate("a", 0.6), candidate("b", 0.7))
+    assert names_of(made) == ["b"]
+    assert [(len(own.used), own.tokens_per_s) for own in made.trials][:2] == [(1, 5.0), (1, 6.0)]
+    names, nodes, last = planner.asked[-1]
+    assert (names, nodes, last.effort, last.tunes) == (("b",), (), ASYNC.effort, ASYNC.tunes), "the whole search"
+    assert isinstance(last.tokens, SyntheticText)
+    assert (last.tokens.agreement, last.tokens.others) == (0.7, ())
+
+
+def test_a_further_one_where_it_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to the first one, on the last of the equal machines, or on the one of another kind."""
+
+    def speed(names: tuple[str, ...], nodes: tuple[int | None, ...]) -> float:
+        return 6.0 if len(names) == 1 else {None: 6.5, 3: 7.0, 4: 6.8}[nodes[0]]
+
+    planner = Planner(speed)
+    made = chosen(monkeypatch, planner, candidate("a", 0.6), candidate("b"))
+    assert names_of(made) == ["a", "b"]
+    names, nodes, last = planner.asked[-1]
+    assert (names, nodes) == (("a", "b"), (3,))
+    assert isinstance(last.tokens, SyntheticText)
+    assert (last.tokens.agreement, last.tokens.others) == (0.6, (0.5,)), "the request's, where it has none"
+
+
+def test_three_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(lambda names, nodes: 5.0 + len(names))
+    made = chosen(monkeypatch, planner, *map(candidate, "abc"))
+    assert sorted(names_of(made)) == ["a", "b", "c"]
+    assert len({node for node in planner.asked[-1][1] if node is not None}) == len(
+        [node for node in planner.asked[-1][1] if node is not None]
+    ), "a machine for each"
+
+
+def test_one_that_adds_little_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(lambda names, nodes: 6.0 + 0.1 * len(names))
+    assert names_of(chosen(monkeypatch, planner, candidate("a"), candidate("b"))) == ["a"]
+
+
+def test_none_if_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = chosen(
+        monkeypatch, Planner(lambda names, nodes: 2.0, iterative=3.0), candidate("a"), candidate("b"), of=request(0.05)
+    )
+    assert names_of(made) == []
+
+
+def test_a_head_never_comes_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = DrafterCandidate(shape=replace(head_shape(SMALL), name="head"))
+    planner = Planner(lambda names, nodes: 5.0 + len(names) + (names[0] == "a"))
+    assert names_of(chosen(monkeypatch, planner, candidate("a"), head)) == ["a"]
+    assert all("head" not in names[1:] for names, *_ in planner.asked)
+
+
+def test_the_number_of_ranks_counts_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(lambda names, nodes: 5.0 + len(names))
+    own = replace(ASYNC, constraints=replace(ASYNC.constraints, n_ranks=4))
+    chosen(monkeypatch, planner, candidate("a"), candidate("b"), of=own)
+    assert [asked.constraints.n_ranks for names, _, asked in planner.asked] == [
+        5 - len(names) for names, *_ in planner.asked
+    ]
+
+
+def test_drafters_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def speed(names: tuple[str, ...], nodes: tuple[int | None, ...]) -> float:
+        if names[0] == "a" or len(names) > 1:
+            raise UsageError("too large")
+        return 5.0
+
+    assert names_of(chosen(monkeypatch, Planner(speed), candidate("a"), candidate("b"))) == ["b"]
+    with pytest.raises(UsageError, match="too large"):
+        chosen(monkeypatch, Planner(speed), candidate("a"), candidate("a"))
+
+
+def test_one_candidate_or_none_is_planned_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(lambda names, nodes: 5.0)
+    assert chosen(monkeypatch, planner, candidate("a")).trials == ()
+    chosen(monkeypatch, planner)
+    chosen(monkeypatch, planner, candidate("a"), candidate("b"), of=replace(ASYNC, mode="iterative"))
+    assert [(names, asked.effort) for names, _, asked in planner.asked] == [
+        (("a",), 0.05), (("-",), 0.05), (("a",), 0.05),
+    ]  # fmt: skip
+
+
+def test_progress_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(drafters, "make_plan", Planner(lambda names, nodes: 5.0 + len(names)))
+    two = candidate("a"), candidate("b")
+    plan_drafters(cluster(*NODES), SMALL, two, ASYNC, lambda done, total: seen.append((done, total)))
+    assert seen
+    assert all(done <= total for done, total in seen)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+# Plans with a further draft model
 
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_places_of_a_further_draft(beside: bool) -> None:
     """On the first one's machine, whose cores they share, or on one where no other rank is."""
-    spec = cluster(*NODES)
-    further = (FurtherDraft(shape=SLOW, node=None if beside else 2),)
-    own = replace(ASYNC, further=further, tokens=replace(TOKENS, others=(0.5,)))
-    plan = make_plan(spec, SMALL, DRAFT, own)
-    *_, first, further = plan.ranks
-    assert (first.drafts, further.drafts) == (True, True)
-    assert further.layers == (0, SLOW.n_layer)
-    assert further.memory.weights > first.memory.weights
+    further = (FurtherDraft(shape=LARGE, node=None if beside else 2),)
+    plan = make_plan(
+        cluster(*NODES[:3]), SMALL, DRAFT, replace(ASYNC, further=further, tokens=replace(TOKENS, others=(0.5,)))
+    )
+    *_, first, last = plan.ranks
+    assert (last.drafts, last.layers) == (True, (0, LARGE.n_layer))
+    assert last.memory.weights > 5 * GB
+    if not plan.draft_inside:
+        assert (first.drafts, first.layers) == (True, (0, DRAFT.n_layer))
+    splits = parse_layer_split(text_of(plan.placement.layer_splits))
+    assert (len(splits), n_ranks_of(splits)) == (3, len(plan.ranks)), "as a user would write it"
     if beside:
-        assert first.node == further.node
-        assert first.threads + further.threads <= 8
+        assert first.node == last.node
+        assert first.threads + last.threads <= 8
     else:
         assert [rank.node for rank in plan.ranks].count("n2") == 1
-        assert (further.node, further.threads) == ("n2", 8)
-
-
-def test_the_number_of_ranks_counts_all_of_them() -> None:
-    two = [DrafterCandidate(shape=replace(DRAFT, name=name), agreement=0.5) for name in ("a", "b")]
-    made = planned(*two, of=replace(request(0.05, TOKENS, n_ranks=4), mode="async"))
-    assert len(made.plan.ranks) == 4
-
-
-def test_a_head_drafts_first() -> None:
-    """Its horizon limits the stages; a draft model can only come in addition."""
-    head, model = DrafterCandidate(shape=head_shape(SMALL)), DrafterCandidate(shape=DRAFT)
-    made = planned(model, head)
-    assert made.used[0] in (head, model)
-    assert all(not own.shape.taps for trial in made.trials for own in trial.used[1:])
-
-
-def test_a_useless_drafter_is_not_used() -> None:
-    two = [DrafterCandidate(shape=DRAFT, agreement=0.02), DrafterCandidate(shape=SLOW, agreement=0.02)]
-    made = planned(*two, of=request(0.05))
-    assert (made.plan.best.mode, made.used) == ("iterative", ())
-
-
-def test_one_candidate_or_none_is_planned_as_ever() -> None:
-    spec = cluster(*NODES)
-    assert planned().plan == make_plan(spec, SMALL, None, ASYNC)
-    one = planned(DrafterCandidate(shape=DRAFT))
-    assert (one.plan, one.trials) == (make_plan(spec, SMALL, DRAFT, ASYNC), ())
-    two = DrafterCandidate(shape=DRAFT), DrafterCandidate(shape=SLOW)
-    assert planned(*two, of=replace(ASYNC, mode="iterative")).used == ()
-
-
-def test_models_that_do_not_fit() -> None:
-    huge = even_shape(
-        name="huge", n_layer=80, weight_bytes=900 * GB, parameters=1e12, n_embd=8192, cell_bytes=64e3, n_vocab=32000
-    )
-    with pytest.raises(UsageError, match="does not fit"):
-        plan_drafters(cluster(*NODES), huge, [DrafterCandidate(shape=DRAFT), DrafterCandidate(shape=SLOW)], ASYNC)
-
-
-def test_progress_never_goes_back() -> None:
-    seen: list[tuple[int, int]] = []
-    two = [DrafterCandidate(shape=DRAFT), DrafterCandidate(shape=SLOW)]
-    plan_drafters(cluster(*NODES[:3]), SMALL, two, ASYNC, lambda done, total: seen.append((done, total)))
-    assert seen
-    assert all(done <= total for done, total in seen)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert (last.node, last.threads) == ("n2", 8)
