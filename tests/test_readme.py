@@ -154,6 +154,7 @@ def test_the_tools(tmp_path: Path) -> None:
     }
     several: dict[str, dict[str, tuple[object, ...]]] = {
         "--receipt": {"bench": ("-n", 4, "--rounds", 1, "--seconds", 0.5, "-t", 1)},
+        "--drafters": {"plan": ("--mode", "iterative"), "simulate": ("-n", 16)},
         "--users": {"plan": ("--mode", "iterative"), "simulate": ("-n", 16)},
         "--sweep": {"simulate": ("-n", 16)},
     }

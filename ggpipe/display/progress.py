@@ -95,11 +95,12 @@ class CountProgress(_Bar):
 
 
 class SimulationProgress:
-    """The number of simulations done, on stderr if that is a terminal, after the first second."""
+    """The number of simulations done, on stderr: after the first second on a terminal, otherwise as a line now and
+    then."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._started_at = time.monotonic()
+        self._started_at = self._line_at = time.monotonic()
         self._shown = False
 
     def __call__(self, done: int, total: int) -> None:
@@ -107,6 +108,9 @@ class SimulationProgress:
         if self._is_terminal and (self._shown or time.monotonic() > self._started_at + _QUIET_S):
             self._shown = True
             print(f"\r{done} of {total} simulations", end="", file=sys.stderr, flush=True)
+        elif not self._is_terminal and time.monotonic() > self._line_at + _LINE_EVERY_S:
+            self._line_at = time.monotonic()
+            print(f"ggpipe: {done} of {total} simulations", file=sys.stderr, flush=True)
 
     def __enter__(self) -> SimulationProgress:
         return self

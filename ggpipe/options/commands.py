@@ -178,9 +178,17 @@ COMMANDS: tuple[Command, ...] = (
         help="""Find the fastest way to run a model on a cluster: layers per machine, place of the draft model, flags.
 
         Without CLUSTER, ggpipe first measures the machines of --hostfile, or this one. Memory is calculated from the
-        model's header, speed is predicted by short simulations. The last line of the output is a command to copy.
+        model's header, speed is predicted by short simulations. Of several -md, the plan uses none, one or more. The
+        last line of the output is a command to copy.
         """,
-        records=(settings.ClusterSettings, *_WEIGHTS, *_COMPUTING, settings.SimulatedText, settings.PlanSettings),
+        records=(
+            settings.ClusterSettings,
+            *_WEIGHTS,
+            *_COMPUTING,
+            settings.SimulatedText,
+            settings.SimulatedDrafters,
+            settings.PlanSettings,
+        ),
         leave_out=_PLANNED | {"n_predict", "seed"},
     ),
     Command(

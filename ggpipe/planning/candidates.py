@@ -15,9 +15,9 @@ from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.eagle import HORIZON
 from ggpipe.core.layout import Layout, part_shares
 from ggpipe.errors import Setting, SettingError, UsageError
-from ggpipe.planning.evaluate import Candidate
+from ggpipe.planning.evaluate import Candidate, drafts_of, placed
 from ggpipe.planning.groups import grouped
-from ggpipe.planning.placements import Arrangement, arrangements
+from ggpipe.planning.placements import Arrangement, FurtherDraft, arrangements
 from ggpipe.planning.splits import good_splits
 from ggpipe.planning.stage_tables import N_PAST, ROWS, StageRank, StageRanks, StageTables
 from ggpipe.sim.groups import group_cost
@@ -96,11 +96,17 @@ class CandidateSearch:
     """Finds candidates for one cluster and its models."""
 
     def __init__(
-        self, spec: ClusterSpec, target: ModelShape, draft: ModelShape | None, constraints: Constraints
+        self,
+        spec: ClusterSpec,
+        target: ModelShape,
+        draft: ModelShape | None,
+        constraints: Constraints,
+        further: Sequence[FurtherDraft] = (),
     ) -> None:
         self._spec = spec
         self._target = target
         self._draft = draft
+        self._further = further
         self._constraints = constraints
         self._tables = StageTables(spec, target, constraints.n_ctx, constraints.n_ubatch)
 
@@ -117,6 +123,7 @@ class CandidateSearch:
             threads=constraints.threads,
             draft_threads=constraints.draft_threads,
             draft_parts=self._draft_parts(),
+            further=self._further,
         )
         possible = [arrangement for arrangement in possible if arrangement.drafts or not constraints.must_draft]
         if constraints.groups and self._target.max_parts > 1:
@@ -176,18 +183,20 @@ class CandidateSearch:
 
     def memory(self, candidate: Candidate) -> list[tuple[int, Memory]]:
         """The node of each rank, and the memory that the rank needs."""
-        draft = self._draft if candidate.arrangement.drafts else None
-        _, placement = candidate.arrangement.placed(self._spec, candidate.counts, draft.n_layer if draft else None)
+        drafts = drafts_of(candidate, self._draft, self._further)
+        placement = placed(self._spec, candidate, drafts)[1]
         layout, constraints = placement.layout or Layout(()), self._constraints
         sizes, tensor_split = (constraints.n_ctx, constraints.n_ubatch), placement.tensor_split
-        drafts = [(draft, placement.draft_layout(0))] if draft is not None else []
-        needs = memory_by_rank(self._target, layout, drafts, *sizes, tensor_split)
+        on = [(draft, placement.draft_layout(number)) for number, draft in enumerate(drafts)]
+        needs = memory_by_rank(self._target, layout, on, *sizes, tensor_split)
         return list(zip(placement.node_of, needs.values(), strict=True))
 
     def _of(self, arrangement: Arrangement) -> Iterator[Estimate]:
         rooms = [self._usable(node) for node in range(len(self._spec.nodes))]
         for place in arrangement.draft:
             rooms[place.node] -= self._draft_memory(len(arrangement.draft))
+        for place, further in zip(arrangement.further, self._further, strict=False):
+            rooms[place.node] -= self._memory_of_rank(further.shape)
         inside = self._draft_memory(0) if arrangement.inside else 0.0
         on = [place.node for place in arrangement.target]
         if min(rooms) < 0:
@@ -223,8 +232,14 @@ class CandidateSearch:
         """Bytes that one of the draft's ranks needs; with 0 ranks, bytes that the head needs for the draft."""
         assert self._draft is not None
         part = self._draft.part(1 / max(n_ranks, 1))
+        if n_ranks:
+            return self._memory_of_rank(part)
+        return stage_memory(part, (0, part.n_layer), self._constraints.n_ctx, self._constraints.n_ubatch).total
+
+    def _memory_of_rank(self, part: ModelShape) -> float:
+        """Bytes that a rank needs for all layers of a draft model, or of its part of one."""
         memory = stage_memory(part, (0, part.n_layer), self._constraints.n_ctx, self._constraints.n_ubatch)
-        return (memory + process_memory(part, True)).total if n_ranks else memory.total
+        return (memory + process_memory(part, True)).total
 
     def _draft_s(self, arrangement: Arrangement) -> float:
         if self._draft is None or not arrangement.drafts:

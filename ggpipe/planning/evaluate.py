@@ -11,10 +11,11 @@ from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.layout import Layout
-from ggpipe.planning.placements import Arrangement
+from ggpipe.planning.placements import Arrangement, FurtherDraft
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
 from ggpipe.sim.simulator import SimulationResult, Sizes
+from ggpipe.sim.virtual_cluster import VirtualPlacement
 from ggpipe.stats.traffic import traffic_summary
 
 _SHORT, _LONG, _TEXTS = 64, 128, 2
@@ -65,6 +66,23 @@ class Evaluation:
     """Decode time of the first rank of each stage with layers, in order."""
 
 
+def drafts_of(
+    candidate: Candidate, draft: ModelShape | None, further: Sequence[FurtherDraft]
+) -> tuple[ModelShape, ...]:
+    """The draft models of a candidate: none, or the first one and all further ones."""
+    if draft is None or not candidate.arrangement.drafts:
+        return ()
+    return (draft, *(own.shape for own in further))
+
+
+def placed(
+    spec: ClusterSpec, candidate: Candidate, drafts: Sequence[ModelShape]
+) -> tuple[ClusterSpec, VirtualPlacement]:
+    """See `Arrangement.placed`. `drafts`: those of `drafts_of`."""
+    layers = [draft.n_layer for draft in drafts]
+    return candidate.arrangement.placed(spec, candidate.counts, layers[0] if layers else None, layers[1:])
+
+
 class Evaluator:
     """Simulates candidates, each only once with the same settings."""
 
@@ -77,6 +95,7 @@ class Evaluator:
         sizes: Sizes,
         on_run: Callable[[int], None] = lambda n: None,
         users: int | None = None,
+        further: Sequence[FurtherDraft] = (),
     ) -> None:
         """`users`: how many share the pipeline, see `Traffic`; None: one request at a time. `on_run` is called with the
         number of simulations so far after each evaluation that simulates.
@@ -84,6 +103,7 @@ class Evaluator:
         self._spec = spec
         self._target = target
         self._draft = draft
+        self._further = further
         self._tokens = tokens
         self._sizes = replace(sizes, n_ctx=0)
         self._on_run = on_run
@@ -112,8 +132,8 @@ class Evaluator:
         return self._known[key]
 
     def _run(self, candidate: Candidate, speculation: SpeculationConfig, carefully: bool) -> Evaluation:
-        draft = self._draft if candidate.arrangement.drafts else None
-        spec, placement = candidate.arrangement.placed(self._spec, candidate.counts, draft.n_layer if draft else None)
+        drafts = drafts_of(candidate, self._draft, self._further)
+        spec, placement = placed(self._spec, candidate, drafts)
         n_text, n_texts = (_LONG, _TEXTS) if carefully and speculation.mode != "iterative" else (_SHORT, 1)
         traffic = None
         if self._users is not None:
@@ -124,7 +144,7 @@ class Evaluator:
                 cluster=spec,
                 placement=placement,
                 target=self._target,
-                drafts=(draft,) if draft is not None else (),
+                drafts=drafts,
                 speculation=speculation,
                 tokens=tokens,
                 n_predict=n_text,

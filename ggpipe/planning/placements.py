@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.pipeline import TensorWire
 from ggpipe.core.layout import Layout
@@ -29,8 +30,17 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherDraft:
+    """A draft model in addition to the first one, on a rank of its own."""
+
+    shape: ModelShape
+    node: int | None
+    """Its machine, on which there is no other rank; None: that of the first draft model's rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """Places for the target's ranks, in order, and for the draft's."""
+    """Places for the target's ranks, in order, and for those of draft models."""
 
     target: tuple[Place, ...]
     threads: tuple[int, ...]
@@ -42,10 +52,14 @@ class Arrangement:
     tensor_wire: TensorWire = "f32"
     """See `PipelineConfig.tensor_wire`."""
     draft: tuple[Place, ...] = ()
-    """Places of the draft's ranks, which form a group."""
+    """Places of the first draft model's ranks, which form a group."""
     inside: bool = False
     """The head runs the draft."""
     draft_threads: int = 1
+    further: tuple[Place, ...] = ()
+    """Place of each further draft model."""
+    further_threads: tuple[int, ...] = ()
+    """Threads of each further draft model."""
     skips: tuple[bool, ...] = ()
     """Whether each stage may get no layers, and then no ranks. With `in_order`, the first rank remains as coordinator.
     """
@@ -78,14 +92,15 @@ class Arrangement:
 
     def places(self, counts: Sequence[int]) -> tuple[Place, ...]:
         """The place of each rank. `counts`: number of layers of each stage."""
-        return (*(self.target[i] for i in self._ranks(counts)), *self.draft)
+        return (*(self.target[i] for i in self._ranks(counts)), *self.draft, *self.further)
 
     def placed(
-        self, spec: ClusterSpec, counts: Sequence[int], draft_layers: int | None
+        self, spec: ClusterSpec, counts: Sequence[int], draft_layers: int | None, further_layers: Sequence[int] = ()
     ) -> tuple[ClusterSpec, VirtualPlacement]:
         """The cluster with the links that were measured between these places, and the placement of its ranks.
 
-        `counts`: number of layers of each stage. `draft_layers`: number of the draft's layers; None: no draft.
+        `counts`: number of layers of each stage. `draft_layers`: number of the first draft model's layers; None: there
+        is none. `further_layers`: of each further one.
         """
         used, ranks = self._used(counts), self._ranks(counts)
         starts, sizes = [sum(counts[:i]) for i in used], tuple(self.sizes[i] for i in used)
@@ -94,6 +109,12 @@ class Arrangement:
         if self.draft and draft_layers is not None:
             draft_layout = Layout.of_ranks([(0, draft_layers)], len(ranks), (len(self.draft),))
             threads += [self.draft_threads] * len(self.draft)
+        draft_layouts = [draft_layout]
+        for layers in further_layers:
+            draft_layouts.append(Layout.of_ranks([(0, layers)], len(threads)))
+            threads.append(self.further_threads[len(draft_layouts) - 2])
+        while draft_layouts and draft_layouts[-1] is None:
+            draft_layouts.pop()
         places = list(enumerate(self.places(counts)))
         links = {
             (i, j): spec.links[a.rank, b.rank]
@@ -104,7 +125,7 @@ class Arrangement:
             target_on=tuple(place.node for _, place in places[: len(ranks)]),
             draft_on=tuple(place.node for _, place in places[len(ranks) :]),
             layout=layout,
-            draft_layouts=(draft_layout,) if draft_layout is not None else (),
+            draft_layouts=tuple(draft_layouts),
             threads=tuple(threads),
             draft_threads=self.draft_threads if self.inside else None,
             tensor_split=self.tensor_split if len(self.tensor_split) in sizes else (),
@@ -129,12 +150,14 @@ def arrangements(
     threads: int | None = None,
     draft_threads: int | None = None,
     draft_parts: int = 1,
+    further: Sequence[FurtherDraft] = (),
 ) -> list[Arrangement]:
     """All arrangements that are worth an estimate. `speed`: of a node, in any unit.
 
     `n_ranks`: the exact number of ranks. `in_order`: keep the cluster's ranks, the last one for the draft. `threads`:
     of each rank, instead of its share of the machine's cores. `draft_threads`: of the draft. `draft_parts`: maximum
-    number of ranks in the draft's group.
+    number of ranks in the draft's group. `further`: further draft models, which arrangements with a draft also have;
+    their machines are free in all arrangements.
 
     Raises SettingError if there is no room for `n_ranks`.
     """
@@ -147,7 +170,8 @@ def arrangements(
         draft_threads=draft_threads,
         draft_parts=draft_parts,
     )
-    places = _places(spec)
+    reserved = {own.node for own in further}
+    places = [place for place in _places(spec) if place.node not in reserved]
     if n_ranks is not None and n_ranks > len(places):
         raise SettingError(
             "n_ranks", f"{n_ranks}: there is room for {len(places)} ranks, one per machine or as many as named"
@@ -164,6 +188,9 @@ def arrangements(
         found += list(maker.without_draft(base))
         if has_draft:
             found += list(maker.with_draft(base))
+    if further:
+        more = [maker.with_further(own, further) if own.drafts else own for own in found]
+        found = [own for own in more if own is not None]
     return list(dict.fromkeys(found))
 
 
@@ -206,6 +233,24 @@ class _Maker:
                 order = [*(p for p in base if p.node != place.node), place]
                 for share in self._draft_shares(place.node):
                     yield self._made(order, (Place(place.node),), draft_cores=share)
+
+    def with_further(self, own: Arrangement, further: Sequence[FurtherDraft]) -> Arrangement | None:
+        """The arrangement with further draft models; None if one is to share the machine of the first draft model's
+        rank, and that has none, or no core for it."""
+        beside = sum(draft.node is None for draft in further)
+        if beside and (not own.draft or own.draft_threads <= beside):
+            return None
+        draft_threads = own.draft_threads // (1 + beside)
+        places, threads = [], []
+        ranks = self.spec.target_on + self.spec.draft_on
+        for draft in further:
+            if draft.node is None:
+                places.append(Place(own.draft[-1].node))
+                threads.append(draft_threads)
+            else:
+                places.append(Place(draft.node, ranks.index(draft.node) if draft.node in ranks else None))
+                threads.append(self.draft_threads or self.threads or self.spec.nodes[draft.node].cores)
+        return replace(own, draft_threads=draft_threads, further=tuple(places), further_threads=tuple(threads))
 
     def _draft_groups(self, base: list[Place], place: Place) -> Iterator[tuple[Place, ...]]:
         """Places for the draft: this one, and groups of the same kind of machine that end with it."""

@@ -20,8 +20,8 @@ from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.planning.candidates import CandidateSearch, Constraints, Estimate, ranked
-from ggpipe.planning.evaluate import Candidate, Evaluator
-from ggpipe.planning.placements import Arrangement
+from ggpipe.planning.evaluate import Candidate, Evaluator, drafts_of, placed
+from ggpipe.planning.placements import Arrangement, FurtherDraft
 from ggpipe.planning.plan import DraftRate, Plan, Prediction, RankPlan
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.simulator import Sizes
@@ -59,6 +59,8 @@ class PlanRequest:
     """Search for better speculation settings."""
     effort: float = 1.0
     """Number of simulations relative to the default."""
+    further: tuple[FurtherDraft, ...] = ()
+    """Draft models in addition to the first one, wherever that one is used."""
 
 
 def make_plan(
@@ -90,10 +92,10 @@ class _Search:
         self._request = request
         must_draft = request.constraints.must_draft or request.mode in ("speculative", "async")
         self._candidates = CandidateSearch(
-            spec, target, self._draft, replace(request.constraints, must_draft=must_draft)
+            spec, target, self._draft, replace(request.constraints, must_draft=must_draft), request.further
         )
         self._evaluator = Evaluator(
-            spec, target, self._draft, request.tokens, request.sizes, self._count, request.users
+            spec, target, self._draft, request.tokens, request.sizes, self._count, request.users, request.further
         )
         self._on_run = on_run
         self._expected = 0
@@ -327,15 +329,15 @@ class _Search:
         return Prediction(mode, speculation, evaluation.tokens_per_s, evaluation.ttft_s)
 
     def _placement(self, candidate: Candidate) -> VirtualPlacement:
-        n_draft = self._draft.n_layer if self._draft and candidate.arrangement.drafts else None
-        return candidate.arrangement.placed(self._spec, candidate.counts, n_draft)[1]
+        return placed(self._spec, candidate, drafts_of(candidate, self._draft, self._request.further))[1]
 
     def _ranks(self, candidate: Candidate) -> tuple[RankPlan, ...]:
         placement = self._placement(candidate)
         n_target = len(placement.target_on)
         ranks = []
         for rank, (node, memory) in enumerate(self._candidates.memory(candidate)):
-            layout = placement.draft_layout(0) if rank >= n_target else placement.layout
+            own_layouts = [own for own in placement.draft_layouts if own is not None and rank in own.ranks]
+            layout = own_layouts[0] if own_layouts else placement.layout
             assert layout is not None
             own = self._spec.nodes[node]
             layers, threads = layout.layers_of(rank), placement.threads[rank]

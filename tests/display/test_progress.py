@@ -7,7 +7,7 @@ from rich.console import Console
 from support.screen import Screen
 
 from ggpipe.display.live.terminal import Terminal
-from ggpipe.display.progress import FileProgress
+from ggpipe.display.progress import FileProgress, SimulationProgress
 
 
 def on(screen: Screen) -> Terminal:
@@ -53,3 +53,18 @@ def test_one_line_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
         progress(1_000_000, 4_000_000)
         progress(4_000_000, 4_000_000)
     assert capsys.readouterr().err == "ggpipe: making models (4.0 MB)\n"
+
+
+@pytest.mark.parametrize(("clock", "lines"), [((0, 5, 9), 0), ((0, 11, 15, 30), 2)])
+def test_simulations_without_a_terminal(
+    clock: tuple[float, ...], lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Now and then a line, so that a log shows that work goes on."""
+    now = clock[0]
+    monkeypatch.setattr("ggpipe.display.progress.time.monotonic", lambda: now)
+    with SimulationProgress() as progress:
+        for done, now in enumerate(clock[1:], 1):  # noqa: B007  # the clock reads it
+            progress(done, 100)
+    err = capsys.readouterr().err
+    assert err.count("of 100 simulations\n") == lines
+    assert err.count("\n") == lines

@@ -239,6 +239,26 @@ def test_two_ranks(pair: EngineConfig) -> None:
     check_drafts(profile, pair.drafts[0].model.path)
 
 
+def test_several_drafts(pair: EngineConfig, folder: Path, tmp_path: Path) -> None:
+    """Each is measured whole on each rank, and the simulator takes the times of the one that it simulates."""
+    other = make("qwen3moe", folder / "qwen3moe.gguf")
+    both = replace(pair, drafts=(*pair.drafts, DraftConfig(model=ModelConfig(path=other))))
+    profile, _ = measure([both, both], (2, 6))
+    assert profile is not None
+    check_drafts(profile, pair.drafts[0].model.path, other)
+    write(tmp_path / "profile.json", profile)
+    assert read(tmp_path / "profile.json") == profile
+    node = spec_from_profile(profile, "measured").nodes[0]
+    for number, facts in enumerate(profile.drafts):
+        shape = replace(draft_shape(facts.n_layer), layer_bytes=facts.layer_bytes, output_bytes=facts.output_bytes)
+        assert node.profile is not None
+        part = node.profile.drafts[number]
+        assert part is not None
+        cost = stage_cost(node, shape, (0, facts.n_layer), 1, is_draft=True)
+        (point,) = [p for p in part.alone if (p.rows, p.n_past) == (1, min(p.n_past for p in part.alone))]
+        assert cost.seconds(1, point.n_past) == pytest.approx(point.seconds)
+
+
 @pytest.mark.parametrize("name", ["mamba", "jamba", "qwen3moe"])
 def test_drafts_of_all_kinds(name: str, pair: EngineConfig, folder: Path) -> None:
     """Those that cannot be cut, or cannot take rows back, as well."""

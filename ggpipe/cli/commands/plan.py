@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ggpipe.cli.launching import run_profile
 from ggpipe.cli.messages import SPELLINGS
-from ggpipe.cli.simulated import shapes_of, text_of
+from ggpipe.cli.simulated import drafts_of, shapes_of, text_of
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
@@ -35,11 +35,14 @@ from ggpipe.options.settings import (
     SimulatedText,
 )
 from ggpipe.planning.candidates import Constraints
+from ggpipe.planning.drafters import DrafterCandidate, DrafterPlan, plan_drafters
 from ggpipe.planning.evaluate import tokens_of_users
-from ggpipe.planning.planner import PlanRequest, make_plan
+from ggpipe.planning.planner import PlanRequest
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulator import Sizes
 
+_PLANNED = ("draft", "eagle3", "dflash")
+"""Kinds of drafters that --drafters may name."""
 _N_CTX = 4096  # if neither the user nor a model file gives a context size
 
 
@@ -66,8 +69,11 @@ class _Request:
         """Raises UsageError for mistakes, before any measurement."""
         self.options = options
         self.settings, self.models, self.context = options[PlanSettings], options[ModelSettings], options[ContextConfig]
-        self.text = text_of(options[SimulatedText], SimulatedDrafters())
-        self.models.check_one_draft()
+        self.drafters = options[SimulatedDrafters]
+        n_drafts = max(len(self.drafters.drafters or ()), len(self.models.drafts))
+        self.text = text_of(options[SimulatedText], self.drafters, n_drafts)
+        if any(drafter.kind not in _PLANNED for drafter in self.drafters.drafters or ()):
+            raise SettingError("drafters", f"of a plan are {', '.join(_PLANNED)}", "omit the others")
         threads = options[PipelineConfig].threads
         if len(threads) > 1:
             raise SettingError(
@@ -80,7 +86,7 @@ class _Request:
 
     def show(self, spec: ClusterSpec, hosts: list[str]) -> None:
         """Plan, and print the plan. `hosts`: machines of the cluster's ranks, as named in the hostfile."""
-        target, draft = self._shapes(spec)
+        target, candidates = self._models(spec)
         n_ctx = self.context.n_ctx or (0 if target.n_ctx else _N_CTX)
         users = self.settings.users
         if users is not None and (needed := tokens_of_users(users, self.text)) > (n_ctx or target.n_ctx):
@@ -103,25 +109,31 @@ class _Request:
             constraints=constraints, tokens=self.text, sizes=sizes, mode=self.settings.mode, users=users
         )
         with SimulationProgress() as progress:
-            made = make_plan(spec, target, draft, request, progress)
-        command = self._command(n_ctx, hosts)
-        print_plan(spec, target, draft, self.text, made, command)
+            made = plan_drafters(spec, target, candidates, request, progress)
+        command = self._command(n_ctx, hosts, made)
+        print_plan(spec, target, candidates, self.text, made, command)
         if self.settings.json is not None:
             write_plan(self.settings.json, spec, made, command)
 
-    def _shapes(self, spec: ClusterSpec) -> tuple[ModelShape, ModelShape | None]:
-        own, drafts = shapes_of(self.options)
-        draft = next(iter(drafts), None)
+    def _models(self, spec: ClusterSpec) -> tuple[ModelShape, list[DrafterCandidate]]:
+        """The target, and the drafters to choose from."""
+        own, files = shapes_of(self.options)
         target = own or spec.target
         if target is None:
             raise UsageError("the cluster file does not describe a target model: name one with ", Setting("model"))
-        if draft is None and own is None:
-            draft = spec.draft
-        if draft is None and self.settings.mode in ("speculative", "async"):
+        shapes = drafts_of(self.drafters, files, spec.draft if own is None else None, target)
+        if not shapes and self.settings.mode in ("speculative", "async"):
             check_draft(self.options, Wording(Setting("mode"), f" {self.settings.mode}"))
-        return target, draft
+        shares = [drafter.share for drafter in self.drafters.drafters or ()] or [None] * len(shapes)
+        hub, paths = self.options[HubSettings].draft_repos, self.models.drafts
+        names = [("-md", str(path)) for path in paths[: len(paths) - len(hub)]] + [("-hfd", name) for name in hub]
+        flags = dict(zip(map(id, files), names, strict=False))
+        return target, [
+            DrafterCandidate(shape=shape, agreement=share, flags=flags.get(id(shape), ("-md", "draft.gguf")))
+            for shape, share in zip(shapes, shares, strict=True)
+        ]
 
-    def _command(self, n_ctx: int, hosts: list[str]) -> GenerateCommand:
+    def _command(self, n_ctx: int, hosts: list[str], made: DrafterPlan) -> GenerateCommand:
         context, default = self.context, ContextConfig()
         extras: list[str] = ["-c", str(n_ctx)] if n_ctx else []
         extras += ["--exact"] if context.exact else []
@@ -132,7 +144,7 @@ class _Request:
         extras += ["-hff", hub.file] if hub.file is not None else []
         return GenerateCommand(
             model=hub.repo or self.models.target or Path("target.gguf"),
-            draft=next(iter(hub.draft_repos), None) or self.models.the_draft or Path("draft.gguf"),
+            drafters=[word for drafter in made.used for word in drafter.flags],
             extras=extras,
             hosts=hosts,
             hostfile=self.options[RankSettings].hostfile,

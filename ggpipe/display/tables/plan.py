@@ -24,6 +24,7 @@ from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
 from ggpipe.launch.hostfile import hostfile_lines
 from ggpipe.launch.placement import listed
+from ggpipe.planning.drafters import DrafterCandidate, DrafterPlan
 from ggpipe.planning.plan import Plan, Prediction
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.virtual_cluster import VirtualPlacement
@@ -42,7 +43,8 @@ class GenerateCommand:
 
     model: Path | str
     """A file, or a repository on the Hugging Face Hub."""
-    draft: Path | str
+    drafters: Sequence[str]
+    """How the command names the plan's drafters: `-md FILE`."""
     extras: Sequence[str]
     """The user's own flags."""
     hosts: Sequence[str]
@@ -53,20 +55,21 @@ class GenerateCommand:
 def print_plan(
     spec: ClusterSpec,
     target: ModelShape,
-    draft: ModelShape | None,
+    candidates: Sequence[DrafterCandidate],
     tokens: SyntheticText | Recording,
-    plan: Plan,
+    made: DrafterPlan,
     command: GenerateCommand,
 ) -> None:
-    """Print a plan on stdout."""
-    console = page_console()
+    """Print a plan on stdout. `candidates`: the drafters that it could use."""
+    console, plan = page_console(), made.plan
     parts: list[RenderableType] = [
-        _heading(spec, target, draft, tokens, plan),
+        _heading(spec, target, candidates, tokens, plan),
         Text(),
         _ranks_table(plan, console.width),
         Text(),
         _modes_table(plan, console.width),
         *map(Text, _draft_line(plan)),
+        *map(Text, _choice(made)),
         *map(Text, _reasons(spec, plan)),
         *map(Text, _remarks(spec, plan)),
         Text(),
@@ -82,8 +85,7 @@ def command_line(spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> tup
     """The command, the hostfile that it names, and the lines to save in a hostfile that does not exist yet."""
     hostfile, hosts = _hosts(spec, plan, command)
     words = ["ggpipe", "generate", "-hf" if isinstance(command.model, str) else "-m", str(command.model)]
-    if plan.best.mode != "iterative":
-        words += ["-hfd" if isinstance(command.draft, str) else "-md", str(command.draft)]
+    words += command.drafters
     if len(plan.ranks) > 1 or hostfile is not None:
         words += ["--mpi-layer-split", text_of(plan.placement.layer_splits)]
     if plan.placement.tensor_split:
@@ -105,8 +107,9 @@ def threads_flags(placement: VirtualPlacement) -> list[str]:
     return words
 
 
-def write_plan(path: Path, spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> None:
+def write_plan(path: Path, spec: ClusterSpec, made: DrafterPlan, command: GenerateCommand) -> None:
     """Write a plan as JSON. Raises UsageError if the file cannot be written."""
+    plan = made.plan
     line, _, hosts = command_line(spec, plan, command)
     placement = plan.placement
     content = {
@@ -132,6 +135,11 @@ def write_plan(path: Path, spec: ClusterSpec, plan: Plan, command: GenerateComma
         "with_floats": asdict(plan.with_floats) if plan.with_floats is not None else None,
         "alternative": _alternative_object(plan),
         "draft_rate": asdict(plan.draft_rate) if plan.draft_rate is not None else None,
+        "drafters": [own.shape.name for own in made.used],
+        "drafters_tried": [
+            {"drafters": [own.shape.name for own in trial.used], "tokens_per_s": trial.tokens_per_s}
+            for trial in made.trials
+        ],
         "best": plan.best.mode,
         "modes": {mode: asdict(prediction) for mode, prediction in plan.predictions.items()},
         "simulations": plan.n_simulations,
@@ -148,16 +156,19 @@ def _alternative_object(plan: Plan) -> dict[str, Any] | None:
 
 
 def _heading(
-    spec: ClusterSpec, target: ModelShape, draft: ModelShape | None, tokens: SyntheticText | Recording, plan: Plan
+    spec: ClusterSpec,
+    target: ModelShape,
+    candidates: Sequence[DrafterCandidate],
+    tokens: SyntheticText | Recording,
+    plan: Plan,
 ) -> Group:
-    models = f"target {_model(target)}"
-    if draft is not None:
-        models += f"; draft {_model(draft)}"
+    models = "; ".join([f"target {_model(target)}", *(f"draft {_model(own.shape)}" for own in candidates)])
     if isinstance(tokens, Recording):
         request = f"{counted(len(tokens.prompts), 'recorded prompt')}, agreement {percent(tokens.agreement)}"
     else:
         request = f"prompt of {counted(tokens.n_prompt, 'token')}"
-        request += f", agreement {percent(tokens.agreement)}" if draft is not None else ""
+        shares = [tokens.agreement if own.agreement is None else own.agreement for own in candidates]
+        request += f", agreement {' and '.join(map(percent, dict.fromkeys(shares)))}" if shares else ""
     if plan.users is not None:
         request += f"; {counted(plan.users, 'user')} at the same time, compared by total tokens per second"
     request += f"; the best of {counted(plan.n_simulations, 'simulation')}"
@@ -238,6 +249,19 @@ def _draft_line(plan: Plan) -> list[str]:
         f"draft model {place}: {token} per token, which is slower than a stage ({stage} per row): use a smaller draft "
         "model, or run it on a faster machine",
     ]
+
+
+def _choice(made: DrafterPlan) -> list[str]:
+    """What was compared, of several drafters: each set of them once, at its best place."""
+    best: dict[str, float] = {}
+    for trial in made.trials:
+        name = " and ".join(harmless(own.shape.name) for own in trial.used)
+        best[name] = max(best.get(name, 0.0), trial.tokens_per_s)
+    if not best:
+        return []
+    tried = ", ".join(f"{name} {three_digits(speed)} t/s" for name, speed in best.items())
+    used = " and ".join(harmless(own.shape.name) for own in made.used) or "none"
+    return ["", f"drafters compared by short simulations: {tried}; the plan uses {used}"]
 
 
 def _reasons(spec: ClusterSpec, plan: Plan) -> list[str]:
