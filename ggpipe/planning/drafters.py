@@ -115,6 +115,9 @@ class _Choice:
         self, chosen: tuple[int, ...], places: tuple[int | None, ...]
     ) -> tuple[tuple[int, ...], tuple[int | None, ...], float] | None:
         """The fastest set with one more drafter: (drafters, machines of all but the first, tokens per second)."""
+        n_ranks = self._request.constraints.n_ranks
+        if n_ranks is not None and n_ranks < len(places) + 2:  # one is for the target
+            return None
         found = []
         for i, candidate in enumerate(self._candidates):
             if i in chosen or candidate.shape.taps:  # heads draft first, with their horizon

@@ -66,6 +66,7 @@ def test_several_draft_models(tmp_path: Path, quick: None) -> None:
 def test_drafters_that_cannot_be_planned() -> None:
     for words, why in (
         (("--drafters", "draft:0.6,ngram:0.3"), "--drafters of a plan are draft, eagle3, dflash"),
+        (("-m", TARGET, "-md", DRAFT, "-md", DRAFT, "--drafters", "draft:0.6"), "--drafters has 1 values for 2 draft"),
         (("--drafters", "draft:0.6", "--overlap", "2"), "--overlap must be a share"),
     ):
         done = ggpipe("plan", "nodes4-gigabit", *words)

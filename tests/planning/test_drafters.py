@@ -144,6 +144,13 @@ def test_the_number_of_ranks_counts_all_of_them(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+def test_a_single_rank_has_no_room_for_further_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(lambda names, nodes: 5.0 + len(names))
+    own = replace(ASYNC, constraints=replace(ASYNC.constraints, n_ranks=1))
+    assert len(chosen(monkeypatch, planner, candidate("a"), candidate("b"), of=own).used) == 1
+    assert all(asked.constraints.n_ranks == 1 for *_, asked in planner.asked)
+
+
 def test_drafters_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def speed(names: tuple[str, ...], nodes: tuple[int | None, ...]) -> float:
         if names[0] == "a" or len(names) > 1:

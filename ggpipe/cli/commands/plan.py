@@ -121,10 +121,15 @@ class _Request:
         target = own or spec.target
         if target is None:
             raise UsageError("the cluster file does not describe a target model: name one with ", Setting("model"))
+        named = self.drafters.drafters
+        if named is not None and files and len(named) != len(files):
+            raise SettingError(
+                "drafters", f"has {len(named)} values for {len(files)} draft models", "give one per draft model"
+            )
         shapes = drafts_of(self.drafters, files, spec.draft if own is None else None, target)
         if not shapes and self.settings.mode in ("speculative", "async"):
             check_draft(self.options, Wording(Setting("mode"), f" {self.settings.mode}"))
-        shares = [drafter.share for drafter in self.drafters.drafters or ()] or [None] * len(shapes)
+        shares = [drafter.share for drafter in named or ()] or [None] * len(shapes)
         hub, paths = self.options[HubSettings].draft_repos, self.models.drafts
         names = [("-md", str(path)) for path in paths[: len(paths) - len(hub)]] + [("-hfd", name) for name in hub]
         flags = dict(zip(map(id, files), names, strict=False))
