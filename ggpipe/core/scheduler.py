@@ -272,6 +272,8 @@ class Scheduler:
 
     def _submit(self, schedule: Sequence[ScheduledRows], actions: list[SchedulerAction]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
+        if not schedule:
+            return False
         for scheduled in schedule:
             state = scheduled.state
             if scheduled.n_prompt and state.saves_prompt and state.n_past == len(state.prompt) - 1:

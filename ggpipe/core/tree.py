@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -29,10 +28,11 @@ from ggpipe.core.sequence_ids import SequenceIds
 from ggpipe.core.state_rollback import StateRollback
 
 _LEAST = 1e-30  # a probability that counts as none, but has a logarithm
-_LOG_PATH, _POS = operator.attrgetter("log_path"), operator.attrgetter("pos")
+_LOG_LEAST = math.log(_LEAST)
+_LOG_PATH = operator.attrgetter("log_path")
 
 
-class Proposal(NamedTuple):
+class Proposal(msgspec.Struct, frozen=True, gc=False):
     """A drafter named a token: under its own number, with its own probability of the token after its parent."""
 
     drafter: int
@@ -94,11 +94,15 @@ class Node(msgspec.Struct, eq=False, kw_only=True):
             rest += node.children.values()
 
 
+def _log(probability: float) -> float:
+    return math.log(probability) if probability > _LEAST else _LOG_LEAST
+
+
 def _update_log_paths(nodes: Iterable[Node]) -> None:
     """Set the paths' probabilities of these draft tokens, parents before children."""
     for node in nodes:
         if node.parent is not None:
-            node.log_path = node.parent.log_path + math.log(max(node.probability, _LEAST))
+            node.log_path = node.parent.log_path + _log(node.probability)
 
 
 class Tree:
@@ -141,9 +145,14 @@ class Tree:
                 _update_log_paths((node, *node.below()))
                 self._is_sorted = False
             return node
-        node = Node(token=token, pos=parent.pos + 1, parent=parent, proposals=[proposal], probability=probability)
-        _update_log_paths((node,))
-        parent.children[token] = node
+        node = parent.children[token] = Node(
+            token=token,
+            pos=parent.pos + 1,
+            parent=parent,
+            proposals=[proposal],
+            probability=probability,
+            log_path=parent.log_path + _log(probability),
+        )
         self._waiting.append(node)
         self._is_sorted = False
         self.n_nodes += 1
@@ -157,7 +166,7 @@ class Tree:
             siblings = parent.children.values()
             for node, probability in zip(siblings, probabilities(siblings), strict=True):
                 node.probability = probability
-                node.log_path = parent.log_path + math.log(max(probability, _LEAST))
+                node.log_path = parent.log_path + _log(probability)
                 if node.children:
                     parents.append(node)
         self._is_sorted = False
@@ -171,12 +180,11 @@ class Tree:
                 self._is_sorted = False
 
     def best_first(self) -> Sequence[Node]:
-        """Draft tokens that are in no run yet, the most probable path first, so parents before their children; of equal
-        ones, the shallower first. It holds until the tree changes. Where states cannot go back, those of one chain."""
+        """Draft tokens that are in no run yet, the most probable path first; of equal ones, the older first, so parents
+        before their children. It holds until the tree changes. Where states cannot go back, those of one chain."""
         if self._states is not None:
             return list(self._chain())
         if not self._is_sorted:
-            self._waiting.sort(key=_POS)
             self._waiting.sort(key=_LOG_PATH, reverse=True)
             self._is_sorted = True
         return self._waiting
@@ -266,7 +274,7 @@ class Tree:
         for node in dead:
             node.dead = True
             node.children.clear()  # no circles are left, which only the garbage collector would free
-            self.n_submitted -= node.submitted
+        self.n_submitted -= sum([node.run >= 0 for node in dead])
         return dead
 
     def drop_waiting(self) -> None:

@@ -221,8 +221,10 @@ def look_ahead_at_once(load: PipelineState, state: RequestState, others: Sequenc
 
 def _best_first(pipeline: PipelineState, states: Sequence[RequestState], most: int) -> Sequence[FrontierToken]:
     """Draft tokens of these requests that have room, `most` of them at most, the most probable path first."""
-    found = [one for state in states for one in _found(state, most)]
-    if len(states) > 1:
+    if len(states) == 1:
+        found = _found(states[0], most)
+    else:
+        found = [one for state in states for one in _found(state, most)]
         found.sort(key=_PROBABILITY, reverse=True)
     spare = pipeline.spare_cells
     return found[:most] if spare >= len(found) else list(itertools.islice(_with_cells(found, spare), most))
@@ -247,11 +249,10 @@ def _nodes(state: RequestState) -> Iterator[Node]:
     return itertools.islice(state.draft_tokens(), state.request.speculation.most_drafted)
 
 
-def _found(state: RequestState, most: int) -> Iterator[FrontierToken]:
+def _found(state: RequestState, most: int) -> list[FrontierToken]:
     """The same as `_nodes`, `most` of them at most."""
     log_root = state.tree.root.log_path
-    for node in itertools.islice(_nodes(state), most):
-        yield math.exp(node.log_path - log_root), state
+    return [(math.exp(node.log_path - log_root), state) for node in itertools.islice(_nodes(state), most)]
 
 
 def _schedule(roots: Iterable[RequestState], found: Sequence[FrontierToken], n: int) -> list[ScheduledRows]:

@@ -169,10 +169,11 @@ class PipelineState:
         how much time they take relative to the slowest stage."""
         whole = [i for i, span in enumerate(result.spans) if span.n_rows == n_rows]
         if len(whole) == len(result.spans):
-            now = [span.compute_s / result.slowest_s for span in result.spans]
+            slowest_s = result.slowest_s  # a property that looks at all spans
+            now = [span.compute_s / slowest_s for span in result.spans]
             before = self._stage_times or now
             self._stage_times = [old + _LEARN * (new - old) for old, new in zip(before, now, strict=True)]
-            self.cost.ended(n_rows, result.slowest_s, result.total_s)
+            self.cost.ended(n_rows, slowest_s, result.total_s)
         elif self._stage_times and (share := sum([self._stage_times[i] for i in whole])) > 0:
             slowest_s = sum([result.spans[i].compute_s for i in whole]) / share
             self.cost.ended(n_rows, slowest_s, self.cost.length * slowest_s)

@@ -72,9 +72,10 @@ def _judged(siblings: Collection[Node], calibrations: Mapping[int, Calibration])
         return None
     beliefs: dict[int, dict[int, float]] = {}
     for node in siblings:
-        for drafter, _, prob in node.proposals:
-            belief = beliefs.setdefault(drafter, {})
-            belief[node.token] = max(calibrations[drafter].probability(prob), belief.get(node.token, 0.0))
+        for proposal in node.proposals:
+            belief = beliefs.setdefault(proposal.drafter, {})
+            probability = calibrations[proposal.drafter].probability(proposal.prob)
+            belief[node.token] = max(probability, belief.get(node.token, 0.0))
     probabilities, everyone = combined(beliefs.values()), frozenset(beliefs)
     return [
         ((frozenset(proposal.drafter for proposal in node.proposals), everyone), probabilities[node.token])

@@ -234,15 +234,16 @@ class DraftModel:
     def _n_best_first(self) -> Mapping[DraftState, int]:
         """How many tips of each tree that grows best-first are decoded next: the most probable paths of all requests,
         as many as bring most for the run's time."""
+        most = min(self._limits.n_rows, self._cost.most_rows)
         tips = [
             (state.path_probability(node), state)
             for state in self._requests.values()
             if state.is_best_first
-            for node in itertools.islice(state.tips(), state.begin.speculation.draft_rows)
+            for node in itertools.islice(state.tips(), min(state.begin.speculation.draft_rows, most))
         ]
         if len(self._requests) > 1:
             tips.sort(key=operator.itemgetter(0), reverse=True)
-        n = most_per_second([probability for probability, _ in tips[: self._limits.n_rows]], self._cost)
+        n = most_per_second([probability for probability, _ in tips[:most]], self._cost)
         return collections.Counter([state for _, state in tips[:n]])
 
     def _chunk_end(self, state: DraftState) -> int:

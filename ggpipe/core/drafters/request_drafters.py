@@ -105,10 +105,12 @@ class RequestDrafters:
             together = self._consensus.probabilities(siblings, self._calibrations)
             if together is not None:
                 return together
-        return [max(map(self._probability, node.proposals)) for node in siblings]
+        return [self._probability(node) for node in siblings]
 
-    def _probability(self, proposal: Proposal) -> float:
-        return self._states[proposal.drafter].calibration.probability(proposal.prob)
+    def _probability(self, node: Node) -> float:
+        """How probable a draft token is, as the drafter says that gives it most."""
+        calibrations = self._calibrations
+        return max([calibrations[proposal.drafter].probability(proposal.prob) for proposal in node.proposals])
 
     def root_sent(self, now: float) -> None:
         """The drafters are sent the root."""
@@ -173,7 +175,7 @@ class RequestDrafters:
                     parent = self._tree.root
                 if parent is not None and parent.within(self._tree.root) and may_follow(parent, token):
                     proposal = Proposal(micro_batch.drafter, number, prob)
-                    state.nodes[number] = self._tree.add(parent, token, proposal, self._probability(proposal))
+                    state.nodes[number] = self._tree.add(parent, token, proposal, state.calibration.probability(prob))
             if parent is not None and len(self._states) > 1:
                 together = self._consensus.probabilities(parent.children.values(), self._calibrations)
                 if together is not None:
