@@ -1,7 +1,7 @@
 """llama.cpp's own server tests, with the bundled model; run it as `scripts/bench/check_llama_server`.
 
 The tests are those of `tools/server/tests` in llama.cpp's source. They start `ggpipe serve` where they would start
-llama-server; `--server` names a llama-server to compare with. Tests of models or features that ggpipe does not have are
+llama-server; `--server` names a llama-server to compare with. Slow tests, and those of features that ggpipe lacks, are
 left out (`LEFT_OUT`).
 
 A line per test that fails, with the reason if it is known. `DIFFERENT` has the tests that llama-server passes with the
@@ -117,7 +117,7 @@ def outcomes(tests: Path, names: Iterable[str], port: int) -> Iterator[tuple[str
     environment = {**os.environ, "LLAMA_SERVER_BIN_PATH": str(tests / "server"), "PORT": str(port)}
     for name in names:
         report = tests / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120", "-m", "not slow"]
         command += ["-c", "pytest.ini", f"--junitxml={report}", f"unit/test_{name}.py"]
         subprocess.run(command, cwd=tests, env=environment, stdout=subprocess.DEVNULL, check=False)
         for case in ElementTree.parse(report).iter("testcase"):
