@@ -78,6 +78,10 @@ DIFFERENT = {
         "test_anthropic_empty_messages": "no messages are refused, as by Anthropic's own API",
     },
     "completion": {"test_nocache_long_input_prompt": _SHARED_CELLS},
+    "stream": {
+        "test_stream_resume_and_stop_with_slashed_model_name": "finished streams are not kept (`/v1/stream`), and "
+        "there is only one model",
+    },
 }
 """Why tests fail that llama-server passes with the bundled model, by file and pattern of their names."""
 DROPPED = {"--hf-repo": 1, "--hf-file": 1, "--no-jinja": 0, "--offline": 0}
