@@ -25,6 +25,12 @@ def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: 
     experts. Returns (tokens, rows), or (tokens, experts of each, rows). fast: with kernels of our own. Raises RuntimeError.
     """
 
+def time_attention(*, width: int, n_heads: tuple[int, int], n_rows: int, n_cells: int, n_threads: int, n_rounds: int) -> tuple[list[tuple[float, float]], bool]:
+    """
+    Seconds of one flash attention in each round, with ggml's kernel and with our own, and whether a stage would use our
+    own. n_heads: of queries, and of keys and values. Raises RuntimeError.
+    """
+
 class GrammarGuard:
     """
     Whether libllama can follow a grammar within a limit of steps; see native/grammar_guard.cpp.

@@ -6,7 +6,10 @@
 // A lane's bits do not depend on the other lanes, so threads may share lanes in any way.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <vector>
 
 #include "fast.h"
@@ -16,7 +19,7 @@ namespace ggpipe {
 
 namespace {
 constexpr int kTile = 32, kUnroll = 8;
-constexpr int64_t kMaxWidth = 576, kMaxLanes = 64;
+constexpr int64_t kMaxWidth = 576, kMaxLanes = 64, kFewestLanes = 3;
 constexpr float kLowest = -1e30f;     // below any score; unlike infinity, it may be subtracted from itself
 constexpr uint16_t kHidden = 0xfc00;  // minus infinity; what a row sees is 0
 
@@ -42,11 +45,46 @@ const uint16_t * mask_of(const ggml_tensor * node, int64_t row) {
 }
 int64_t group_of(const ggml_tensor * node) { return node->src[0]->ne[2] / node->src[1]->ne[2]; }
 
+// The row after the block that begins with this one.
+int64_t end_of_block(const ggml_tensor * node, int64_t row) {
+    const int64_t n_cells = node->src[3]->ne[0], most = std::max<int64_t>(1, kMaxLanes / group_of(node));
+    int64_t end = row + 1;
+    for (; end < std::min(node->src[0]->ne[1], row + most); end++) {
+        const uint16_t * mask = mask_of(node, end), * before = mask_of(node, end - 1);
+        int64_t n_seen = 0, n_other = 0;
+        for (int64_t c = 0; c < n_cells; c++) {
+            n_seen += mask[c] != kHidden;
+            n_other += mask[c] != before[c];
+        }
+        if (n_other > n_seen / 4 + kTile) break;
+    }
+    return end;
+}
+
+// A thread's memory for one task. On the heap, since threads may have small stacks.
+class Scratch {
+   public:
+    char * of(size_t bytes) {
+        if (bytes > size_) {
+            memory_.reset((char *) std::aligned_alloc(64, bytes));
+            size_ = bytes;
+            if (!memory_) throw std::bad_alloc();
+        }
+        return memory_.get();
+    }
+
+   private:
+    struct Free { void operator()(char * memory) const { std::free(memory); } };
+    std::unique_ptr<char, Free> memory_;
+    size_t size_ = 0;
+};
+
 struct Task {  // some lanes of a block at one KV head
     const ggml_tensor * node;
     const std::vector<int32_t> & cells;   // that some rows of the block see
     const std::vector<uint8_t> & by_all;  // of each cell of the cache: whether all of them do
     int64_t first_row, kv_head, first_lane, n_lanes;
+    Scratch & scratch;
 
     int64_t row(int64_t lane) const { return first_row + (first_lane + lane) / group_of(node); }
     int64_t head(int64_t lane) const { return kv_head * group_of(node) + (first_lane + lane) % group_of(node); }
@@ -58,9 +96,12 @@ template <int W, int N> GGPIPE_INLINE inline void Task::run() const {
     const ggml_tensor * q = node->src[0], * k = node->src[1], * v = node->src[2], * sinks = node->src[4];
     const int64_t dk = k->ne[0], dv = v->ne[0];
     const float scale = ((const float *) node->op_params)[kOwnParams];
-    F queries[N * kMaxWidth], values[N * kMaxWidth], scores[N][kTile];
+    const size_t n_cell = GGML_PAD(kTile * std::max(dk, dv), 16);
+    char * memory = scratch.of(sizeof(F) * N * GGML_PAD(dk + dv, 64 / W) + sizeof(float) * n_cell);
+    F * __restrict queries = (F *) memory, * __restrict values = queries + N * dk;
+    float * __restrict cell = (float *) (queries + N * GGML_PAD(dk + dv, 64 / W));
+    F scores[N][kTile];
     F high[N], sum[N];  // of each lane's scores the highest, and the sum of their powers
-    alignas(64) float cell[kTile * kMaxWidth];
     const uint16_t * lane_mask[N * W];
     memset(queries, 0, sizeof(F) * N * dk);
     memset(values, 0, sizeof(F) * N * dv);
@@ -136,9 +177,10 @@ __attribute__((target("arch=x86-64-v3"))) void run_avx2(const Task & task) {
     else if (task.n_lanes <= 32) task.run<8, 4>();
     else task.run<8, 8>();
 }
-void (*const run)(const Task &) =
-    __builtin_cpu_supports("x86-64-v4") ? run_avx512 : __builtin_cpu_supports("x86-64-v3") ? run_avx2 : nullptr;
+const bool has_avx512 = __builtin_cpu_supports("x86-64-v4");
+void (*const run)(const Task &) = has_avx512 ? run_avx512 : __builtin_cpu_supports("x86-64-v3") ? run_avx2 : nullptr;
 #else
+const bool has_avx512 = false;
 void (*const run)(const Task &) = nullptr;
 #endif
 
@@ -147,21 +189,17 @@ void (*const run)(const Task &) = nullptr;
 void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
     thread_local std::vector<int32_t> cells;
     thread_local std::vector<uint8_t> by_some, by_all;
+    thread_local Scratch scratch;
     const int64_t n_rows = node->src[0]->ne[1], kv_heads = node->src[1]->ne[2], n_cells = node->src[3]->ne[0];
-    const int64_t group = group_of(node), max_rows = std::max<int64_t>(1, kMaxLanes / group);
+    const int64_t group = group_of(node);
     int64_t size = kMaxLanes, n_tasks = 0;  // lanes of a task
     while (size > 1 && n_rows * group * kv_heads < size * n_threads * (size > 8 ? 2 : 1)) size /= 2;
     for (int64_t row = 0, end = 0; row < n_rows; row = end) {
         by_some.assign(n_cells, false);
         by_all.assign(n_cells, true);
-        for (; end < n_rows && end < row + max_rows; end++) {
-            const uint16_t * mask = mask_of(node, end), * before = mask_of(node, std::max(row, end - 1));
-            int64_t n_seen = 0, n_other = 0;
-            for (int64_t c = 0; c < n_cells; c++) {
-                n_seen += mask[c] != kHidden;
-                n_other += mask[c] != before[c];
-            }
-            if (n_other > n_seen / 4 + kTile) break;
+        end = end_of_block(node, row);
+        for (int64_t own = row; own < end; own++) {
+            const uint16_t * mask = mask_of(node, own);
             for (int64_t c = 0; c < n_cells; c++) {
                 by_some[c] |= mask[c] != kHidden;
                 by_all[c] &= mask[c] != kHidden;
@@ -174,23 +212,35 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
         for (int64_t head = 0; head < kv_heads; head++) {
             for (int64_t lane = 0, n_lanes = (end - row) * group; lane < n_lanes; lane += size) {
                 if (n_tasks++ % n_threads != thread) continue;
-                run(Task{node, cells, by_all, row, head, lane, std::min(size, n_lanes - lane)});
+                run(Task{node, cells, by_all, row, head, lane, std::min(size, n_lanes - lane), scratch});
             }
         }
     }
 }
 
-// As measured: ggml's kernel is good at few heads of width 64. It also splits one row's cells between threads, which is
-// better than idle threads.
-bool attention_is_faster(const ggml_tensor * node, int n_threads) {
+bool can_attend(const ggml_tensor * node) {
     if (!run || node->op != GGML_OP_FLASH_ATTN_EXT || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
     const ggml_tensor * q = node->src[0], * k = node->src[1], * v = node->src[2], * mask = node->src[3];
     const float * params = (const float *) node->op_params;  // scale, ALiBi's slope, softcap
     return q->type == GGML_TYPE_F32 && k->type == GGML_TYPE_F16 && v->type == GGML_TYPE_F16 && mask && mask->ne[2] == 1 &&
            q->ne[3] == 1 && k->ne[2] == v->ne[2] && k->nb[0] == 2 && v->nb[0] == 2 && v->ne[0] % kUnroll == 0 &&
-           std::max(k->ne[0], v->ne[0]) <= kMaxWidth && params[1] == 0 && params[2] == 0 &&
-           (k->ne[0] != 64 || q->ne[1] >= (group_of(node) >= 4 ? 2 : 16)) &&
-           (q->ne[1] > 1 || n_threads <= k->ne[2] * ((group_of(node) + 7) / 8) * 3 / 2);
+           std::max(k->ne[0], v->ne[0]) <= kMaxWidth && params[1] == 0 && params[2] == 0;
+}
+
+// As measured (scripts/bench/stage --attention): a vector takes as long for one lane as for eight, and ggml's kernel as long for
+// each lane; they meet between two and three. Rows of several users are blocks of their own. With AVX-512, ggml's is good at
+// few heads of width 64. It also splits one row's cells between threads, which is better than idle threads.
+bool attention_is_faster(const ggml_tensor * node, int n_threads) {
+    if (!can_attend(node)) return false;
+    const int64_t n_rows = node->src[0]->ne[1], group = group_of(node), kv_heads = node->src[1]->ne[2];
+    int64_t n_blocks = 1;
+    if (group < kFewestLanes && n_rows > 1 && n_rows <= kMaxLanes) {
+        n_blocks = 0;
+        for (int64_t row = 0; row < n_rows; row = end_of_block(node, row)) n_blocks++;
+    }
+    if (n_rows * group < kFewestLanes * n_blocks) return false;
+    if (has_avx512 && node->src[1]->ne[0] == 64 && n_rows < (group >= 4 ? 2 : 16)) return false;
+    return n_rows > 1 || n_threads <= kv_heads * ((group + 7) / 8) * 3 / 2;
 }
 
 }  // namespace ggpipe

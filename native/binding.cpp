@@ -49,6 +49,13 @@ NB_MODULE(_native, m) {
        "file, and activations (tokens, columns). With experts, such a matrix for each of n_experts, and of each token as many\n"
        "experts. Returns (tokens, rows), or (tokens, experts of each, rows). fast: with kernels of our own. Raises RuntimeError.");
 
+    m.def("time_attention", [](int64_t width, std::pair<int64_t, int64_t> n_heads, int64_t n_rows, int64_t n_cells, int n_threads, int n_rounds) {
+        const AttentionTimes times = time_attention({width, n_heads.first, n_heads.second, n_rows, n_cells}, n_threads, n_rounds);
+        return std::make_pair(times.seconds, times.uses_own);
+    }, nb::kw_only(), "width"_a, "n_heads"_a, "n_rows"_a, "n_cells"_a, "n_threads"_a, "n_rounds"_a, released,
+       "Seconds of one flash attention in each round, with ggml's kernel and with our own, and whether a stage would use our\n"
+       "own. n_heads: of queries, and of keys and values. Raises RuntimeError.");
+
     nb::class_<GrammarGuard>(m, "GrammarGuard", "Whether libllama can follow a grammar within a limit of steps; see native/grammar_guard.cpp.")
         .def("__init__", [](GrammarGuard * g, const std::vector<nb::bytes> & pieces, uintptr_t rules, uintptr_t stacks) {
             std::vector<std::string> spellings;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <utility>
 #include <vector>
 
 #include "ggml.h"
@@ -43,6 +44,7 @@ struct FastGraph {
 };
 
 // Flash attention for any number of rows; see attention.cpp.
+bool can_attend(const ggml_tensor * node);
 bool attention_is_faster(const ggml_tensor * node, int n_threads);
 void compute_attention(ggml_tensor * node, int thread, int n_threads, void * state);
 
@@ -60,5 +62,16 @@ struct Product {
 };
 // Row by row for each token, and for each of its experts. Throws std::runtime_error.
 std::vector<float> multiply(const Product & product, int n_threads, bool repack, bool fast);
+
+// One attention alone, as a stage computes it, for measurements.
+struct Attention {
+    int64_t width, n_heads, n_kv_heads, n_rows, n_cells;  // each row sees all cells but those of the rows after it
+};
+// Seconds of `n_rounds` rounds, each with ggml's kernel and then with our own, and whether a stage would use our own.
+struct AttentionTimes {
+    std::vector<std::pair<double, double>> seconds;
+    bool uses_own;
+};
+AttentionTimes time_attention(const Attention & attention, int n_threads, int n_rounds);
 
 }  // namespace ggpipe

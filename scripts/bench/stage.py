@@ -6,6 +6,9 @@ hops    two and three ranks under mpirun: the stages' decode times against the w
 memory  a quarter of the layers: resident memory (smaps) mapped, bytes read (rchar) unmapped
 idle    CPU time of a rank that waits for 10 s
 
+With --attention: only flash attention, ours against ggml's (`scripts/bench/attention.py`). Exit code 1 where ours is
+used and slower.
+
 All on random Q4_0 models of 0.75 B parameters, one thread a rank, each rank pinned to one core (not for rows). What is
 compared is measured in turn, A B A B, in one run; tables show medians of the pairs' ratios with the quartiles.
 """
@@ -39,6 +42,7 @@ from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import Stage
 from ggpipe.stats.records import RequestStats
 from ggpipe.transport.local import LocalWorld
+from scripts.bench.attention import bench_attention
 from scripts.bench.measuring import greedy, middle, pin_rank, run_ranks
 from scripts.models.make_pair import Shape, make_pair
 
@@ -356,7 +360,11 @@ def main() -> int:
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--layers", help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="mmap", help=argparse.SUPPRESS)
+    parser.add_argument("--attention", action="store_true", help="compare flash attention with ggml's over 60 shapes")
     args = parser.parse_args()
+    if args.attention:
+        start()
+        return bench_attention()
     match args.job:
         case "single-forwards" | "single-backwards":
             return job_single(args.model, args.pairs, args.job == "single-backwards")

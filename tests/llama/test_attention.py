@@ -1,11 +1,15 @@
 """ggpipe's own flash attention: ggml's logits but for rounding, the same bits for every cut and number of threads."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import commands
+from support.commands import TARGET
 from support.pipeline import Pipeline
 from support.reference import Logits
 from support.zoo import make
@@ -81,3 +85,26 @@ def test_same_bits_for_every_cut_and_number_of_threads(name: str, folder: Path) 
 def test_other_attention_stays_ggmls(name: str, context: ContextConfig, folder: Path) -> None:
     path = make(name, folder / f"{name}.gguf", weight_type="f32")
     np.testing.assert_array_equal(logits(path, context), logits(path, replace(context, fast_kernels=False)))
+
+
+def test_threads_may_have_small_stacks() -> None:
+    """64 lanes at a time, on threads with 256 kB of stack each."""
+    words = (
+        "generate",
+        "-m",
+        TARGET,
+        "-p",
+        "Once upon a time there was a king. " * 12,
+        "-n",
+        "4",
+        "--temp",
+        "0",
+        "-c",
+        "512",
+    )
+    plain = commands.ggpipe(*words, "-t", "2")
+    small = subprocess.run(
+        ["bash", "-c", 'ulimit -s 256; exec "$@"', "-", sys.executable, "-m", "ggpipe", *map(str, words), "-t", "2"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (small.returncode, small.stdout) == (0, plain.stdout), small.stderr
