@@ -23,7 +23,7 @@ settings.load_profile("any speed")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options; `scripts/test` passes them on."""
     group = parser.getgroup("ggpipe")
-    group.addoption("--full", action="store_true", help="all combinations of parameters, also of `pairwise` tests")
+    group.addoption("--full", action="store_true", help="all combinations of parameters, and longer outputs")
     group.addoption("--record-durations", action="store_true", help="record how long each file of tests takes")
 
 

@@ -14,9 +14,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.llama.libllama import lib, start
-from support.eagle3 import Whole, inputs_of
-from support.reference import reference_kernels
+from ggpipe.llama.libllama import lib
+from support.eagle3 import PlainPair
 
 LAYERS, BLOCK_SIZE, MASK = (2, 4, 6), 7, 3
 _N_HEAD, _N_HEAD_KV, _N_LAYER, _N_FF = 8, 4, 2, 128
@@ -153,15 +152,11 @@ def _learn(weights: Weights, text: Sequence[int]) -> None:
     weights["blk.1.attn_output.weight"] *= 0.1
 
 
-class PlainDFlash:
-    """A target, computed with reference kernels, and its head."""
+class PlainDFlash(PlainPair):
+    """A target, and its DFlash head."""
 
     def __init__(self, target: Path, head: Path) -> None:
-        start()
-        with reference_kernels():
-            self._target = Whole(target)
-        self._head = Whole(head, other=self._target)
-        self._inputs = inputs_of(self._target, self._head, len(LAYERS))
+        super().__init__(target, head, len(LAYERS))
         lib.llama_set_causal_attn(self._head.context, False)
 
     def drafts(

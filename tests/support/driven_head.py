@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, MicroBatch
-from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ForgetStates, StatesArrived, ToHead
+from ggpipe.core.drafters.base import DraftAction, DraftPipeline, ForgetStates, StatesArrived
 from ggpipe.core.drafters.eagle import EagleHead
 from ggpipe.core.drafters.mtp import MtpLayers
-from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun, Tick
 from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run, StateRef
 from ggpipe.core.request import Limits
+from support.drafter_driver import DrafterDriver
 from support.fake_drafts import FakeDraftModel
 from support.fake_model import FakeModel, Tokens
 from support.fake_pipeline import FakePipeline
@@ -74,14 +74,15 @@ class Target:
         self.run(request, range(len(self.text[request]) - 1, len(self.text[request])))
 
 
-class Driven:
+class Driven(DrafterDriver):
     """The drafter over a fake pipeline."""
 
     def __init__(self, target: Target, model: FakeDraftModel, head: type[EagleHead] = EagleHead) -> None:
         limits = Limits(n_ctx=200, n_batch=6, n_ubatch=6, n_in_flight=2, n_seq=24, n_requests=2, n_prefixes=2)
-        self.drafter = head(3, DraftPipeline(limits=limits, horizon=HORIZON))
         self.target, self.model = target, model
-        self.pipeline = FakePipeline(1, 200, 24, 6, self._answer)
+        super().__init__(
+            head(3, DraftPipeline(limits=limits, horizon=HORIZON)), FakePipeline(1, 200, 24, 6, self._answer)
+        )
         self.known: dict[int, Tokens] = {}
         """Of each request, its text as the drafter was told."""
         self.arrived: set[int] = set()
@@ -89,7 +90,6 @@ class Driven:
         self.newest = 0
         self.numbers: dict[tuple[int, int], Tokens] = {}
         self.sent: list[MicroBatch] = []
-        self.now = 0.0
 
     def _answer(self, i: int, row: Row, want: LogitsRequest, history: Tokens) -> RowLogits:
         first, *later = [self._say(i, history[-1:], want.n, ahead) for ahead in range(want.n_positions)]
@@ -103,13 +103,11 @@ class Driven:
         return RowLogits(i, tuple(token for token, _ in best), tuple(math.log(prob) for _, prob in best), 0.0)
 
     def moves(self) -> list[tuple[str, Callable[[], None]]]:
-        moves = self.pipeline.moves("head", lambda: self.handle(RunEnded(self.pipeline.take_result())))
+        moves = self.pipeline_moves("head")
         if self.target.messages:
             moves.append(("message", self.hear))
         if self.target.states:
             moves.append(("states", self.arrive))
-        if self.drafter.wake_at is not None:
-            moves.append(("tick", self.tick))
         return moves
 
     def hear(self) -> None:
@@ -129,26 +127,13 @@ class Driven:
         self.newest = event.run
         self.handle(event)
 
-    def tick(self) -> None:
-        self.now = max(self.now, self.drafter.wake_at or 0.0)
-        self.handle(Tick())
-
-    def handle(self, event: DraftEvent) -> None:
-        self.now += 0.001
-        for action in self.drafter.handle(event, self.now):
-            match action:
-                case SubmitRun(run):
-                    self._submitted(run)
-                case CancelRuns():
-                    self.pipeline.cancel(action)
-                case ForgetStates(before):
-                    assert before > self.forgotten
-                    read = [row.state for run in self.pipeline.in_flight.values() for row in run.rows]
-                    assert all(state.run >= before for state in read if state and state.is_target), "still to be read"
-                    self.forgotten = before
-                case ToHead(batch):
-                    self._sent(batch)
-        self.drafter.validate()
+    def _act(self, action: DraftAction) -> None:
+        super()._act(action)
+        if isinstance(action, ForgetStates):
+            assert action.before > self.forgotten
+            read = [row.state for run in self.pipeline.in_flight.values() for row in run.rows]
+            assert all(state.run >= action.before for state in read if state and state.is_target), "still to be read"
+            self.forgotten = action.before
 
     def _submitted(self, run: Run) -> None:
         self.pipeline.run_of.clear()  # what was drafted is computed again when it is accepted

@@ -73,15 +73,22 @@ def inputs_of(target: Whole, head: Whole, n: int) -> LayerInputs:
     return LayerInputs(target.context, [int(layers[i]) for i in range(n)], target.n_embd, n_layer)
 
 
-class PlainHead:
-    """A target, computed with reference kernels, and its head."""
+class PlainPair:
+    """A target, computed with reference kernels, and a head that reads the inputs of `n_layers` of its layers."""
 
-    def __init__(self, target: Path, head: Path) -> None:
+    def __init__(self, target: Path, head: Path, n_layers: int) -> None:
         start()
         with reference_kernels():
             self._target = Whole(target)
         self._head = Whole(head, other=self._target)
-        self._inputs = inputs_of(self._target, self._head, 3)
+        self._inputs = inputs_of(self._target, self._head, n_layers)
+
+
+class PlainHead(PlainPair):
+    """A target, and its EAGLE-3 head."""
+
+    def __init__(self, target: Path, head: Path) -> None:
+        super().__init__(target, head, 3)
         extension(
             "_Z26llama_set_embeddings_nextnP13llama_contextbb", None, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool
         )(self._head.context, True, False)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
-from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ToHead
+from ggpipe.core.drafters.base import DraftEvent, DraftPipeline
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.drafters.ngram import Ngrams
-from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun, Tick
 from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run
 from ggpipe.core.request import Limits
+from support.drafter_driver import DrafterDriver
 from support.fake_model import FakeModel, Tokens, chance, is_below
 from support.fake_pipeline import NO_FILES, FakePipeline, Move, Restored
 
@@ -37,17 +37,19 @@ class FakeDraftModel:
         return [(token, best * (1 - best) ** i) for i, token in enumerate(ranking)]
 
 
-class RealDraft:
+class RealDraft(DrafterDriver):
     """The core's drafter over a fake pipeline, and the way to and from it."""
 
     def __init__(
         self, limits: Limits, n_stages: int, model: FakeDraftModel, restored: Restored = NO_FILES, id: int = 0
     ) -> None:
         self.id = id
-        self.drafter = DraftModel(id, DraftPipeline(limits=limits, restored=restored.tokens))
         self.model = model
         self.n_rows = min(limits.n_batch, limits.n_ubatch)
-        self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, self.n_rows, self._answer)
+        super().__init__(
+            DraftModel(id, DraftPipeline(limits=limits, restored=restored.tokens)),
+            FakePipeline(n_stages, limits.n_ctx, limits.n_seq, self.n_rows, self._answer),
+        )
         if restored.tokens is not None:
             self.pipeline.restore(restored.tokens, restored.more)
         self.steering: collections.deque[DrafterMessage] = collections.deque()
@@ -58,18 +60,15 @@ class RealDraft:
         self.look_ahead: dict[int, int] = {}
         self.paths: dict[tuple[int, int], Tokens] = {}
         """(request, number of a draft token) -> all tokens up to it."""
-        self.now = 0.0
 
     def _answer(self, i: int, row: Row, want: LogitsRequest, history: Tokens) -> RowLogits:
         best = self.model.candidates(history, want.n)
         return RowLogits(i, tuple(token for token, _ in best), tuple(math.log(prob) for _, prob in best), 0.0)
 
     def moves(self) -> list[Move]:
-        moves = self.pipeline.moves("draft", self._hear_result)
+        moves = self.pipeline_moves("draft")
         if self.steering:
             moves.append(("steering", self._hear_steering))
-        if self.drafter.wake_at is not None:
-            moves.append(("tick", self._tick))
         return moves
 
     def _hear_steering(self) -> None:
@@ -87,25 +86,8 @@ class RealDraft:
                 del self.text[request]
         self.handle(message)
 
-    def _hear_result(self) -> None:
-        self.handle(RunEnded(self.pipeline.take_result()))
-
-    def _tick(self) -> None:
-        assert self.drafter.wake_at is not None
-        self.now = max(self.now, self.drafter.wake_at)
-        self.handle(Tick())
-
     def handle(self, event: DraftEvent) -> None:
-        self.now += 0.001
-        for action in self.drafter.handle(event, self.now):
-            match action:
-                case SubmitRun(run):
-                    self._submitted(run)
-                case CancelRuns():
-                    self.pipeline.cancel(action)
-                case ToHead(batch):
-                    self._sent(batch)
-        self.drafter.validate()
+        super().handle(event)
         for run in self.pipeline.live:
             assert any(self._lives(*row) for row in self.pipeline.rows_of[run.id]), "a run that nobody needs goes on"
 
