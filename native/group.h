@@ -38,7 +38,7 @@ struct Group {
 
     void begin_run();
     bool stopped = false;          // all parts agreed to end this run
-    std::vector<int64_t> columns;  // of each part, of what was last read in this run: of the last stage, the logits
+    std::vector<int64_t> columns;  // of each part, of the logits that were last read, where this stage is the last one
 
     ggml_backend_dev_t device = nullptr;  // the meta device
     Asked asked;                          // `model` is needed until there is a context

@@ -151,11 +151,13 @@ void GroupGraphs::read(ggml_backend_buffer_t b, const ggml_tensor * whole, void 
         return memset(p, 0, n), void();
     }
     group.stage.passing = p;
-    group.columns = t->columns;
-    if (!divided) {
-        std::fill(group.columns.begin() + 1, group.columns.end(), 0);  // part 0 speaks for all
-        return memcpy(p, (const char *) slice->data + at, n), void();
+    // Hidden states are read after the logits, which few architectures name otherwise.
+    const bool are_unknown = std::all_of(group.columns.begin(), group.columns.end(), [](int64_t n) { return n == 0; });
+    if (divided || are_unknown || !strcmp(whole->name, "result_output")) {
+        group.columns = t->columns;
+        if (!divided) std::fill(group.columns.begin() + 1, group.columns.end(), 0);  // part 0 has all
     }
+    if (!divided) return memcpy(p, (const char *) slice->data + at, n), void();
     const size_t row_bytes = whole->nb[1], width = slice->nb[1];
     size_t before = 0;
     for (int part = 0; part < group.part; part++) before += t->columns[part] * whole->nb[0];

@@ -125,18 +125,16 @@ def check_heads(
             Setting("model"),
             ": copy it there again",
         )
+    n_ranks = len(draft_layout.stage_ranks)
     if hello.kind == registry.MTP:
-        if layout.group_sizes or draft_layout.group_sizes:
+        if n_ranks > 1:
             raise ModelError(
-                "MTP layers do not work with groups: give each rank its own share in ", Setting("layer_split")
+                f"MTP layers run on one rank, and they have {n_ranks}: give them one share in ", Setting("layer_split")
             )
         return draft_layout
     problem: str | Wording = head_misfit(needs, model_file)
-    if not problem and (layout.group_sizes or draft_layout.group_sizes):
-        problem = Wording("heads do not work with groups: give each rank its own share in ", Setting("layer_split"))
-    elif not problem and len(draft_layout.stages) > 1:
-        n = len(draft_layout.stages)
-        problem = Wording(f"heads run on one rank, and it has {n}: give it one share in ", Setting("layer_split"))
+    if not problem and n_ranks > 1:
+        problem = Wording(f"heads run on one rank, and it has {n_ranks}: give it one share in ", Setting("layer_split"))
     if problem:
         raise does_not_fit(name, problem)
     return draft_layout

@@ -311,10 +311,10 @@ class StageThread:
         if header and outcome.dropped:
             header = codec.header_without(header, len(run.rows), outcome.dropped)
         n_rows = 0 if run.cancelled else len(run.rows) - len(outcome.dropped)
+        if self._group is not None and self._group.part > 0:  # libllama reads states of all parts from part 0
+            return PartDone(run.id, self._span(start, outcome.compute_s, 0, n_rows))
         if outcome.layer_inputs:
             self._inputs = InputsReady(codec.states_message(run, stage.tapped, outcome.layer_inputs))
-        if self._group is not None and self._group.part > 0:
-            return PartDone(run.id, self._span(start, outcome.compute_s, 0, n_rows))
         if stage.is_last:
             span = self._span(start, outcome.compute_s, 0, n_rows)
             return ResultReady(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled))

@@ -136,8 +136,8 @@ class CandidateSearch:
         return found
 
     def _fed(self, possible: Sequence[Arrangement]) -> list[Arrangement]:
-        """Those that the draft model can feed. A draft head does not work with groups, and one stage more than its
-        horizon has tokens would wait for the others.
+        """Those that the draft model can feed. With more stages than a draft head's horizon has tokens, and one, some
+        would wait for the others.
 
         Raises SettingError where the user wants it for more ranks.
         """
@@ -145,11 +145,12 @@ class CandidateSearch:
             return list(possible)
         most = (self._draft.horizon or HORIZON) + 1
         fed = [
-            own.shortened(most) if own.drafts and len(own.target) > most and not self._constraints.n_ranks else own
+            own.shortened(most)
+            if own.drafts and len(own.stages) > most and not own.group_sizes and not self._constraints.n_ranks
+            else own
             for own in possible
-            if not own.drafts or not own.group_sizes
         ]
-        fed = [own for own in fed if not own.drafts or len(own.target) <= most]
+        fed = [own for own in fed if not own.drafts or len(own.stages) <= most]
         if not fed:
             what = registry.model_of(self._draft.drafter)
             raise SettingError("n_ranks", f"{self._constraints.n_ranks}: {what} feeds {most} stages at most")

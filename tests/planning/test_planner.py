@@ -53,21 +53,25 @@ def test_memory_is_never_exceeded(
 
 @pytest.mark.parametrize("mode", ["async", "speculative"])
 def test_no_more_stages_than_a_heads_horizon_feeds(mode: Mode) -> None:
-    """Nor groups, which heads do not work with."""
+    """A group is one stage."""
     target, machines = replace(TARGET, max_parts=4), [node(f"node{i}") for i in range(13)]
-    spec, own = cluster(*machines), replace(request(0.05, groups=True), mode=mode)
+    spec, own = cluster(*machines), replace(request(0.05), mode=mode)
     plan = make_plan(spec, target, head_shape(target), own)
     check(plan, spec, target)
     assert len(layers_of(plan)) <= HORIZON + 1
     assert mode == "speculative" or len(layers_of(plan)) > 4
-    assert not plan.placement.has_groups
+    short = replace(own, effort=0.2, tunes=False, constraints=replace(own.constraints, groups=True))
+    in_groups = make_plan(spec, target, head_shape(target), short)
+    check(in_groups, spec, target)
+    assert in_groups.placement.layout is not None
+    assert len(in_groups.placement.layout.stages) <= HORIZON + 1
     more = make_plan(spec, target, DRAFT, replace(own, mode="async"))
     assert len(layers_of(more)) > HORIZON + 1, "a draft model feeds all of them"
     with pytest.raises(UsageError, match="`n_ranks` 13: an EAGLE-3 head feeds 9 stages at most"):
         make_plan(spec, target, head_shape(target), replace(request(0.05, n_ranks=13), mode=mode))
-    short = replace(block_head_shape(target), horizon=3)
+    shallow = replace(block_head_shape(target), horizon=3)
     with pytest.raises(UsageError, match="`n_ranks` 13: a DFlash head feeds 4 stages at most"):
-        make_plan(spec, target, short, replace(request(0.05, n_ranks=13), mode=mode))
+        make_plan(spec, target, shallow, replace(request(0.05, n_ranks=13), mode=mode))
 
 
 def test_faster_machines_get_more_layers() -> None:
