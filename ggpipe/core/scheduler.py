@@ -263,7 +263,7 @@ class Scheduler:
                 return
             choice = frontier.choose(self._pipeline, states)
             self._wake_at = choice.wake_at
-            if not self._submit(choice.schedule, actions):
+            if not (choice.schedule and self._submit(choice.schedule, actions)):
                 return
 
     def _save(self, state: SequenceState, tokens: tuple[int, ...], actions: list[SchedulerAction]) -> None:
@@ -272,8 +272,6 @@ class Scheduler:
 
     def _submit(self, schedule: Sequence[ScheduledRows], actions: list[SchedulerAction]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
-        if not schedule:
-            return False
         for scheduled in schedule:
             state = scheduled.state
             if scheduled.n_prompt and state.saves_prompt and state.n_past == len(state.prompt) - 1:
