@@ -10,7 +10,7 @@ from ggpipe.cluster.model_shape import ModelShape, block_head_shape, head_shape,
 from ggpipe.cluster.recording import Recording
 from ggpipe.config.context import MAX_PREFIXES, ContextConfig
 from ggpipe.core.drafters import registry
-from ggpipe.errors import Setting, SettingError, UsageError, Wording
+from ggpipe.errors import ModelError, Setting, SettingError, UsageError, Wording
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
     ModelSettings,
@@ -69,6 +69,22 @@ def _shape(path: Path | None, target: Path | None, context: ContextConfig) -> Mo
     types = (context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
     file = ModelFile.open(path) if target is None else open_draft(path, target)
     return shape_of(file, *types, context.n_seq, MAX_PREFIXES)
+
+
+def mtp_of(options: Options, target: ModelShape) -> ModelShape | None:
+    """The shape of the MTP layers in the target's file; None without a file, or without layers that can draft."""
+    path, context = options[ModelSettings].target, options[ContextConfig]
+    if path is None:
+        return None
+    from ggpipe.llama import mtp  # only model files need libllama
+    from ggpipe.llama.gguf import ModelFile
+
+    file = ModelFile.open(path)
+    try:
+        mtp.check(file)
+    except ModelError:
+        return None
+    return mtp.shape_of_mtp(file, target, context.cache_type_k, context.cache_type_v)
 
 
 def text_of(text: SimulatedText, drafters: SimulatedDrafters, n_drafts: int = 1) -> SyntheticText | Recording:

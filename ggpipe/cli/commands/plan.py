@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ggpipe.cli.launching import run_profile
 from ggpipe.cli.messages import SPELLINGS
-from ggpipe.cli.simulated import drafts_of, shapes_of, text_of
+from ggpipe.cli.simulated import drafts_of, mtp_of, shapes_of, text_of
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
@@ -127,6 +127,8 @@ class _Request:
                 "drafters", f"has {len(named)} values for {len(files)} draft models", "give one per draft model"
             )
         shapes = drafts_of(self.drafters, files, spec.draft if own is None else None, target)
+        if not shapes and (mtp := mtp_of(self.options, target)) is not None:
+            return target, [DrafterCandidate(shape=mtp, flags=("--spec-type", "mtp,ngram"))]
         if not shapes and self.settings.mode in ("speculative", "async"):
             check_draft(self.options, Wording(Setting("mode"), f" {self.settings.mode}"))
         shares = [drafter.share for drafter in named or ()] or [None] * len(shapes)
