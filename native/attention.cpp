@@ -19,7 +19,7 @@ namespace ggpipe {
 
 namespace {
 constexpr int kTile = 32, kUnroll = 8;
-constexpr int64_t kMaxWidth = 576, kMaxLanes = 64, kFewestLanes = 3;
+constexpr int64_t kMaxWidth = 576, kMaxLanes = 64;
 constexpr float kLowest = -1e30f;     // below any score; unlike infinity, it may be subtracted from itself
 constexpr uint16_t kHidden = 0xfc00;  // minus infinity; what a row sees is 0
 
@@ -177,10 +177,9 @@ __attribute__((target("arch=x86-64-v3"))) void run_avx2(const Task & task) {
     else if (task.n_lanes <= 32) task.run<8, 4>();
     else task.run<8, 8>();
 }
-const bool has_avx512 = __builtin_cpu_supports("x86-64-v4");
-void (*const run)(const Task &) = has_avx512 ? run_avx512 : __builtin_cpu_supports("x86-64-v3") ? run_avx2 : nullptr;
+void (*const run)(const Task &) =
+    __builtin_cpu_supports("x86-64-v4") ? run_avx512 : __builtin_cpu_supports("x86-64-v3") ? run_avx2 : nullptr;
 #else
-const bool has_avx512 = false;
 void (*const run)(const Task &) = nullptr;
 #endif
 
@@ -227,19 +226,13 @@ bool can_attend(const ggml_tensor * node) {
            std::max(k->ne[0], v->ne[0]) <= kMaxWidth && params[1] == 0 && params[2] == 0;
 }
 
-// As measured (scripts/bench/stage --attention): a vector takes as long for one lane as for eight, and ggml's kernel as long for
-// each lane; they meet between two and three. Rows of several users are blocks of their own. With AVX-512, ggml's is good at
-// few heads of width 64. It also splits one row's cells between threads, which is better than idle threads.
+// As measured: ggml's kernel is good at few heads of width 64, and at one or two lanes (single rows of models without grouped
+// heads). The latter does not count: with ggml's for one row and ours for several, draft tokens would decide near-ties. ggml's
+// also splits one row's cells between threads, which is better than idle threads.
 bool attention_is_faster(const ggml_tensor * node, int n_threads) {
     if (!can_attend(node)) return false;
     const int64_t n_rows = node->src[0]->ne[1], group = group_of(node), kv_heads = node->src[1]->ne[2];
-    int64_t n_blocks = 1;
-    if (group < kFewestLanes && n_rows > 1 && n_rows <= kMaxLanes) {
-        n_blocks = 0;
-        for (int64_t row = 0; row < n_rows; row = end_of_block(node, row)) n_blocks++;
-    }
-    if (n_rows * group < kFewestLanes * n_blocks) return false;
-    if (has_avx512 && node->src[1]->ne[0] == 64 && n_rows < (group >= 4 ? 2 : 16)) return false;
+    if (node->src[1]->ne[0] == 64 && n_rows < (group >= 4 ? 2 : 16)) return false;
     return n_rows > 1 || n_threads <= kv_heads * ((group + 7) / 8) * 3 / 2;
 }
 

@@ -127,18 +127,20 @@ def test_on_a_terminal(tmp_path: Path) -> None:
     code, drawn = on_a_terminal("demo", "-n", 30, XDG_CACHE_HOME=str(tmp_path), NO_COLOR="1")
     assert code == 0
     plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", drawn).replace("\r", "")
-    parts = (
+    first = (
         "Inflating the bundled models (once) ━",
         "447.0/447.0 MB",
         "A tale by the bundled models, inflated with zeros",
         "Green: draft tokens that the target model accepted.",
         "In olden times",
         "acceptance",
+    )
+    last = (
         "Again, without the draft model and with it, in turn:",
         ROLES,
         "With the draft model: ",
     )
-    places = [plain.rfind(part) for part in parts]
+    places = [*map(plain.find, first), *map(plain.rfind, last)]  # the live display is drawn in each round
     assert -1 not in places
     assert places == sorted(places)
     assert plain.rstrip().endswith("in turn.)")

@@ -378,7 +378,7 @@ def test_damaged_old_and_other_profiles_are_not_used(cache: Path) -> None:
     content = path.read_bytes()
     os.utime(path, (0, 0))
     assert profile_cache.find(key, 2) is None
-    for other in (b"", b"{}", b"\xff\xfe", content[:200], content.replace(b'"version": 3', b'"version": 2')):
+    for other in (b"", b"{}", b"\xff\xfe", content[:200], content.replace(b'"version": 4', b'"version": 3')):
         path.write_bytes(other)
         assert profile_cache.find(key, 2) is None
 
