@@ -61,9 +61,9 @@ class PipelineState:
         self.cost = RunCost(limits.rolls_back)
         """What runs of this pipeline take."""
         self.turns = Turns(limits.shares_machine)
-        """Of the only request, where ranks share a machine."""
+        """For a single request, where ranks share a machine."""
         self.expected_tokens = 1.0
-        """Accepted tokens that the latest run with the root of an only request lets expect."""
+        """Expected number of accepted tokens of the latest run with the root of an only request."""
         self.now = 0.0
         self.had_prompts = False
         """The latest run had tokens of prompts."""

@@ -1,13 +1,13 @@
-"""Whether drafters draft ahead of a request's root, or take turns with the target: whichever brings tokens faster.
+"""Whether drafters draft ahead of a request's root or take turns with the target: whichever brings tokens faster.
 
 Ahead, which is usual, draft tokens go in while earlier ones are verified: the pipeline is full, and a drafter always
-works. Where ranks share a machine they slow each other down by that. In turn, a root waits for its draft tokens, is
-verified with them, and nothing else is computed meanwhile: where rows cost little, that can be faster.
+works. Ranks that share a machine slow each other down that way. In turn, a root waits for its draft tokens and is
+verified with them, and nothing else is computed meanwhile. Where rows cost little, that can be faster.
 
-What a token takes is learned for both. Until enough is known of a way, it counts as fast as it would be if ranks did
-not slow each other down, so it is tried; what is known of a way that is not in use is slowly forgotten, so it is tried
-again now and then. In turn, tokens are counted as draft tokens' probabilities let expect them: a round takes about the
-same time whatever is accepted, so a few of them show the speed.
+The time per token is learned for both ways. Until enough is known about a way, it is assumed to be as fast as if ranks
+did not slow each other down, so it gets tried. What is known about the way that is not in use is slowly forgotten, so
+it is tried again now and then. In turn, the expected number of accepted tokens counts, by the draft tokens'
+probabilities, not the actual one: a round takes about the same time whatever is accepted, so a few rounds show the speed.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.run_cost import RunCost
 
 _PRIOR = 32.0
-"""Tokens that what is expected of a way counts for."""
+"""Weight of the expected time per token, in tokens."""
 _REMEMBERED = 256.0
-"""Tokens of a way that are remembered: then earlier ones count half."""
+"""Tokens of a way that are remembered. Beyond that, earlier ones count half."""
 _FORGET = 0.998
-"""Of what is known of a way, for each token that comes in the other one."""
+"""Share of what is known about a way that remains after each token of the other way."""
 _HOPE = 0.85
-"""Times the time that a token is expected to take in turn, as long as that was not tried: run times and the drafter's
-pace were learned while all ranks computed."""
+"""Factor on the expected time of a token in turn while drafters draft ahead: run times and the drafter's pace are then
+learned while all ranks compute."""
 _CLEARLY_LESS = 0.97
-"""Times what a token takes: so much less it must take in the other way."""
+"""Factor by which the other way must be faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Draft tokens that are to go in with a root where target and drafter take turns."""
+    """Draft tokens that go in with a root where target and drafters take turns."""
 
     n: int
     token_s: float
-    """What an accepted token is expected to take then."""
+    """Expected time of an accepted token."""
     least_path: float = 0.0
-    """Path probability of a draft token below which it takes more time than it saves."""
+    """Path probability below which a draft token takes more time than it saves."""
 
 
 def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -> Turn:
-    """As many draft tokens of a chain, at most `most`, as bring most accepted tokens for the time of their round."""
+    """The number of draft tokens of a chain, at most `most`, that brings most accepted tokens per second in turn."""
     first_s, next_s = pace.first_s or 0.0, pace.next_s or 0.0
     gain, best = 1.0, Turn(0, cost.length * cost.time(1), 0.5)
     for n, probability in enumerate(usual_chain(calibration, most), 1):
@@ -56,8 +56,8 @@ def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -
 
 
 def ahead_token_s(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -> float:
-    """What a token takes at least with runs of draft tokens in all stages: in runs of equal length, of which the next
-    is needed with the probability that all tokens of one are right."""
+    """The least time per token while drafters draft ahead: runs of equal length fill all stages, and each is needed with
+    the probability that all tokens of the run before it are right."""
     next_s, right = pace.next_s or 0.0, calibration.agreement
     gain, token_s = 0.0, math.inf
     for n, probability in enumerate((1.0, *usual_chain(calibration, most - 1)), 1):
@@ -70,7 +70,7 @@ def ahead_token_s(cost: RunCost, calibration: Calibration, pace: Pace, most: int
 
 @dataclass(slots=True)
 class _Way:
-    """What tokens took lately in one way."""
+    """Recent tokens of one way, and their time."""
 
     n_tokens: float = 0.0
     seconds: float = 0.0
@@ -82,12 +82,12 @@ class _Way:
         self.seconds += seconds
 
     def keep(self, share: float) -> None:
-        """Have what is known count for less."""
+        """Give what is known less weight."""
         self.n_tokens *= share
         self.seconds *= share
 
     def token_s(self, expected_s: float) -> float:
-        """What a token takes, given what is expected of it."""
+        """Time per token, given the expected one."""
         return (_PRIOR * expected_s + self.seconds) / (_PRIOR + self.n_tokens)
 
 
@@ -103,8 +103,8 @@ class Turns:
     def accepted(
         self, n: int, expected: float, seconds: float, cost: RunCost, calibration: Calibration, pace: Pace, most: int
     ) -> None:
-        """Tokens of the only request were accepted: `n` of them, of a run that let expect `expected` ones, `seconds`
-        after those before. `most`: draft tokens in a run, at most."""
+        """`n` tokens of the only request were accepted where `expected` were expected, `seconds` after the ones before.
+        `most`: draft tokens in a run, at most."""
         if pace.next_s is None:
             return  # it has not drafted yet
         used, other = (self._turns, self._ahead) if self.in_turn else (self._ahead, self._turns)
