@@ -7,7 +7,7 @@ verified with them, and nothing else is computed meanwhile. Where rows cost litt
 The time per token is learned for both ways. Until enough is known about a way, it is assumed to be as fast as if ranks
 did not slow each other down, so it gets tried. What is known about the way that is not in use is slowly forgotten, so
 it is tried again now and then. In turn, the expected number of accepted tokens counts, by the draft tokens'
-probabilities, not the actual one: a round takes about the same time whatever is accepted, so a few rounds show the speed.
+probabilities, not the actual one: a round takes about as long whatever is accepted, so a few rounds show the speed.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -
 
 
 def ahead_token_s(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -> float:
-    """The least time per token while drafters draft ahead: runs of equal length fill all stages, and each is needed with
-    the probability that all tokens of the run before it are right."""
+    """The least time per token while drafters draft ahead: runs of equal length fill all stages, and each is needed
+    with the probability that all tokens of the run before it are right."""
     next_s, right = pace.next_s or 0.0, calibration.agreement
     gain, token_s = 0.0, math.inf
     for n, probability in enumerate((1.0, *usual_chain(calibration, most - 1)), 1):
