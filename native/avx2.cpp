@@ -15,19 +15,7 @@ const Kernel * avx2_kernel([[maybe_unused]] ggml_type type) {
                                            avx2::quantize<Format>, avx2::multiply<Format>}; \
             return &kernel; \
         }
-        GGPIPE_KERNEL(Q8_0)
-        GGPIPE_KERNEL(Q4_0)
-        GGPIPE_KERNEL(Q4_1)
-        GGPIPE_KERNEL(Q5_0)
-        GGPIPE_KERNEL(Q5_1)
-        GGPIPE_KERNEL(IQ4_NL)
-        GGPIPE_KERNEL(MXFP4)
-        GGPIPE_KERNEL(Q2_K)
-        GGPIPE_KERNEL(Q3_K)
-        GGPIPE_KERNEL(Q4_K)
-        GGPIPE_KERNEL(Q5_K)
-        GGPIPE_KERNEL(Q6_K)
-        GGPIPE_KERNEL(IQ4_XS)
+        GGPIPE_FOR_FORMATS(GGPIPE_KERNEL)
 #undef GGPIPE_KERNEL
         default: return nullptr;
     }

@@ -9,6 +9,10 @@
 
 namespace ggpipe {
 
+// Everything that there are kernels for, by its name in ggml.
+#define GGPIPE_FOR_FORMATS(DO) \
+    DO(Q8_0) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(IQ4_NL) DO(MXFP4) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(IQ4_XS)
+
 constexpr int kChunk = 256;               // columns that are unpacked at a time
 constexpr int kMaxUnits = 16;             // of a chunk; each has a scale
 constexpr size_t kAhead = 8 << 10;        // bytes between the next tile and what is fetched meanwhile

@@ -13,19 +13,7 @@ const Kernel * vnni_kernel([[maybe_unused]] ggml_type type) {
             static constexpr Kernel kernel{NAME::From::kGroup > 1, kLanes, kChunk, quantize<NAME>, multiply<NAME>}; \
             return &kernel; \
         }
-        GGPIPE_KERNEL(Q8_0)
-        GGPIPE_KERNEL(Q4_0)
-        GGPIPE_KERNEL(Q4_1)
-        GGPIPE_KERNEL(Q5_0)
-        GGPIPE_KERNEL(Q5_1)
-        GGPIPE_KERNEL(IQ4_NL)
-        GGPIPE_KERNEL(MXFP4)
-        GGPIPE_KERNEL(Q2_K)
-        GGPIPE_KERNEL(Q3_K)
-        GGPIPE_KERNEL(Q4_K)
-        GGPIPE_KERNEL(Q5_K)
-        GGPIPE_KERNEL(Q6_K)
-        GGPIPE_KERNEL(IQ4_XS)
+        GGPIPE_FOR_FORMATS(GGPIPE_KERNEL)
 #undef GGPIPE_KERNEL
         default: return nullptr;
     }

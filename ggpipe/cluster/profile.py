@@ -10,11 +10,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ggpipe.cluster.decode import decode
+from ggpipe.cluster.document import DocumentKind
 from ggpipe.cluster.links import Overheads, Seconds
 from ggpipe.errors import UsageError
 
-_FORMAT, _VERSION = "ggpipe profile", 4
+_KIND = DocumentKind(name="profile", version=4, command="ggpipe profile -m MODEL -o FILE", renewal="profile again")
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -230,7 +230,7 @@ def seconds_at(points: Sequence[Point], rows: int) -> float | None:
 
 def as_text(profile: Profile) -> str:
     """The profile as a JSON document."""
-    document = {"format": _FORMAT, "version": _VERSION, **msgspec.to_builtins(profile)}
+    document = {**_KIND.tag, **msgspec.to_builtins(profile)}
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
 
 
@@ -244,19 +244,4 @@ def write(path: Path, profile: Profile) -> None:
 
 def read(path: Path) -> Profile:
     """Read a profile from a file. Raises UsageError, with the reason, for a file that is not a valid profile."""
-    try:
-        content = msgspec.json.decode(path.read_bytes())
-    except OSError as e:
-        raise UsageError(f"cannot read the profile {path}: {e.strerror}") from e
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        content = None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise UsageError(f"{path} is not a profile; write one with `ggpipe profile -m MODEL -o {path}`")
-    if content.get("version") != _VERSION:
-        raise UsageError(
-            f"{path} is a profile in format {content.get('version')!r}, but this ggpipe reads {_VERSION}: profile again"
-        )
-    try:
-        return decode(content, Profile)
-    except ValueError as e:
-        raise UsageError(f"{path} is a damaged profile ({e}); write it again with `ggpipe profile`") from e
+    return _KIND.read(path, Profile)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ggpipe.cluster.decode import decode
+from ggpipe.cluster.document import DocumentKind
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import Profile
 from ggpipe.config.context import FlashAttention, KvType
@@ -21,10 +21,13 @@ from ggpipe.config.model import TARGET
 from ggpipe.config.pipeline import TensorWire
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.layout import Layout
-from ggpipe.errors import GgpipeError, UsageError
 
-RECEIPT_VERSION = 1
-_FORMAT = "ggpipe receipt"
+_KIND = DocumentKind(
+    name="receipt",
+    version=1,
+    command="ggpipe bench --receipt FILE",
+    renewal="measure again, or use the ggpipe that wrote it",
+)
 _WIDTH = 120
 
 Count = Annotated[int, Meta(ge=0)]
@@ -209,7 +212,7 @@ class Receipt(Struct, frozen=True, kw_only=True):
 
 def as_text(receipt: Receipt) -> str:
     """The receipt as a JSON document, in which whatever fits is on one line, with six digits of each measurement."""
-    content = {"format": _FORMAT, "version": RECEIPT_VERSION, **msgspec.to_builtins(receipt)}
+    content = {**_KIND.tag, **msgspec.to_builtins(receipt)}
     return _laid_out(_rounded(content), "") + "\n"
 
 
@@ -247,20 +250,4 @@ def _wrapped(numbers: Sequence[float], width: int) -> list[str]:
 
 def read(path: Path) -> Receipt:
     """Read a receipt from a file. Raises UsageError, with the reason, for a file that is not a valid receipt."""
-    try:
-        content = msgspec.json.decode(path.read_bytes())
-    except OSError as e:
-        raise UsageError(f"cannot read the receipt {path}: {e.strerror}") from e
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        content = None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise UsageError(f"{path} is not a receipt; write one with `ggpipe bench --receipt FILE`")
-    if content.get("version") != RECEIPT_VERSION:
-        raise UsageError(
-            f"{path} is a receipt in format {content.get('version')!r}, but this ggpipe reads {RECEIPT_VERSION}: "
-            "measure again, or use the ggpipe that wrote it"
-        )
-    try:
-        return decode(content, Receipt)
-    except (ValueError, GgpipeError) as e:
-        raise UsageError(f"{path} is a damaged receipt ({e}); write it again with `ggpipe bench --receipt`") from e
+    return _KIND.read(path, Receipt)

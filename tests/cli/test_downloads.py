@@ -10,23 +10,11 @@ import pytest
 from support.commands import TARGET
 from support.hub_server import HubServer, hub_server
 from support.in_process import ggpipe, ggpipe_on_threads
+from support.planning import boxes
 
 from ggpipe.cli.downloads import tell_others
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
-CLUSTER = """
-[network]
-latency_us = 50
-gbit_per_s = 10
-
-[[node]]
-name = "box"
-count = 2
-cores = 4
-memory_gb = 8
-memory_gb_per_s = 20
-core_gflops = 20
-"""
 
 
 @pytest.fixture
@@ -52,7 +40,7 @@ def test_generate(server: HubServer) -> None:
 
 def test_plan_reads_headers_only(server: HubServer, tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.toml"
-    cluster.write_text(CLUSTER)
+    cluster.write_text(boxes(2))
     server.repos["grimm/tales"] = {"tales-Q4_K_M.gguf": TARGET.read_bytes() + bytes(1 << 25)}
     result = ggpipe("plan", cluster, "-hf", "grimm/tales:Q4_K_M", "-hfd", "grimm/draft", "-c", 1024)
     assert result.returncode == 0, result.stderr

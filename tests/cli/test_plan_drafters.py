@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.commands import TARGET
 from support.in_process import ggpipe
+from support.planning import boxes
 
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
@@ -19,19 +20,6 @@ from ggpipe.planning.plan import Plan
 from ggpipe.planning.planner import PlanRequest, make_plan
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
-CLUSTER = """
-[network]
-latency_us = 50
-gbit_per_s = 10
-
-[[node]]
-name = "box"
-count = 1
-cores = 4
-memory_gb = 8
-memory_gb_per_s = 20
-core_gflops = 20
-"""
 
 
 @pytest.fixture
@@ -48,7 +36,7 @@ def test_several_draft_models(tmp_path: Path, quick: None) -> None:
     """They coincide, so the better one is enough, and the command names that one."""
     (tmp_path / "second.gguf").write_bytes(DRAFT.read_bytes())
     drafts = ("-md", DRAFT, "-md", tmp_path / "second.gguf")
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "cluster.toml").write_text(boxes(1))
     planned = ggpipe(
         "plan", tmp_path / "cluster.toml", "-m", TARGET, *drafts, "-c", 512, "-t", 1, "--mode", "async",
         "--drafters", "draft:0.3,draft:0.9", "--overlap", 1, "--json", tmp_path / "plan.json",

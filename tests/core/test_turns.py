@@ -51,7 +51,8 @@ def chosen(ahead_s: float, turn_s: float, n_rounds: int = 400) -> list[bool]:
     found = []
     for _ in range(n_rounds):
         found.append(turns.in_turn)
-        turns.accepted(2, 2.5, 2.5 * turn_s if turns.in_turn else 2 * ahead_s, cost, known, pace, MOST)
+        seconds = 2.5 * turn_s if turns.in_turn else 2 * ahead_s
+        turns.accepted(cost, known, pace, MOST, n=2, expected=2.5, seconds=seconds)
     return found
 
 
@@ -64,5 +65,5 @@ def test_the_faster_way_is_found_and_the_other_one_tried_now_and_then() -> None:
 
 def test_nothing_is_decided_before_a_drafter_has_drafted() -> None:
     turns = Turns(in_turn=True)
-    turns.accepted(1, 1.0, 100.0, cost_of(0.0), Calibration(), Pace(), MOST)
+    turns.accepted(cost_of(0.0), Calibration(), Pace(), MOST, n=1, expected=1.0, seconds=100.0)
     assert turns == Turns(in_turn=True)

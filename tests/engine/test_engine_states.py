@@ -3,14 +3,14 @@ bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from support.oracle import Oracle, drafting
-from support.pipeline import local_ranks
+from support.pipeline import local_session
 from support.reference import Reference
 from support.requests import asked
 from support.zoo import ZOO, Metadata, ZooModel, make
@@ -76,16 +76,14 @@ def model(name: str, folder: Path) -> Path:
         return make(name, folder / f"{name}.gguf")
 
 
-@contextmanager
-def loaded(path: Path, n_ranks: int, exact: bool = True, n_states: int = 0) -> Iterator[Session]:
+def loaded(path: Path, n_ranks: int, exact: bool = True, n_states: int = 0) -> AbstractContextManager[Session]:
     config = EngineConfig(
         model=ModelConfig(path=path),
         context=ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2, exact=exact, n_states=n_states),
         pipeline=PipelineConfig(threads=(1,)),
         n_requests=2,
     )
-    with local_ranks(config, n_ranks) as head:
-        yield Session.load(head)
+    return local_session(config, n_ranks)
 
 
 def serve(engine: Session, prompt: Tokens, n: int) -> tuple[Tokens, int]:

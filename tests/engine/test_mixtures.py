@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 from support.architectures import MIXTURES, SMALL, write
 from support.group_check import compare
 from support.oracle import Oracle, Tokens, drafting
-from support.pipeline import Pipeline, even_cuts, local_ranks
+from support.pipeline import Pipeline, even_cuts, local_session
 from support.reference import Reference, run_of
 from support.requests import asked
 
@@ -41,16 +39,13 @@ def model_of(name: str, folder: Path) -> Path:
     return write(name, folder / f"{name}.gguf", sizes=SMALL)
 
 
-@contextmanager
-def loaded(path: Path, n_ranks: int) -> Iterator[Session]:
-    config = EngineConfig(
+def config_of(path: Path) -> EngineConfig:
+    return EngineConfig(
         model=ModelConfig(path=path),
         context=ContextConfig(n_ctx=N_CTX, n_ubatch=16, n_seq=2, exact=True, n_states=MAX_STATES),
         pipeline=PipelineConfig(threads=(1,)),
         n_requests=2,
     )
-    with local_ranks(config, n_ranks) as head:
-        yield Session.load(head)
 
 
 def together(engine: Session, mode: Mode) -> list[Tokens]:
@@ -78,7 +73,7 @@ def test_requests_and_draft_tokens_change_no_output(name: str, folder: Path) -> 
     path = model_of(name, folder)
     with Reference(path, N_CTX, exact=True) as reference:
         outputs = {prompt: tuple(reference.generate(prompt, SAMPLING, N_TOKENS, n_rows=1)) for prompt in PROMPTS}
-    with drafting(Oracle(outputs, wrong_each=3)), loaded(path, 2) as engine:
+    with drafting(Oracle(outputs, wrong_each=3)), local_session(config_of(path), 2) as engine:
         for mode in ("iterative", "async", "speculative"):
             assert together(engine, mode) == list(outputs.values()), mode
 

@@ -24,7 +24,7 @@ def chance(*what: object) -> int:
 
 @dataclass(frozen=True)
 class FakeModel:
-    """Its logits are a hash of all tokens before; a small vocabulary ends texts soon."""
+    """Its logits are a hash of all tokens before; with a small vocabulary, outputs end soon."""
 
     n_vocab: int
     seed: int = 0

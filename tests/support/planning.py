@@ -32,6 +32,23 @@ SMALL = even_shape(
 NETWORK, LOCAL = Link(80e-6, 1e8), Link(40e-6, 5e9)
 
 
+def boxes(n: int) -> str:
+    """A cluster file of `n` equal machines."""
+    return f"""
+[network]
+latency_us = 50
+gbit_per_s = 10
+
+[[node]]
+name = "box"
+count = {n}
+cores = 4
+memory_gb = 8
+memory_gb_per_s = 20
+core_gflops = 20
+"""
+
+
 def node(name: str, speed: float = 1.0, memory_gb: float = 64, cores: int = 8) -> NodeSpec:
     """A machine that is `speed` times as fast as any."""
     return NodeSpec(

@@ -170,6 +170,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             n_requests=n_requests,
             n_prefixes=n_prefixes,
             partial_prefixes=draw(st.booleans()),
+            shares_machine=draw(st.booleans()),
         )
 
     return Scenario(
@@ -207,6 +208,7 @@ def thickets(draw: st.DrawFn) -> Scenario:
             n_in_flight=draw(st.integers(3, 6)),
             n_seq=draw(st.integers(n, 12)),
             n_requests=n,
+            shares_machine=draw(st.booleans()),
         ),
         Limits(n_ctx=90, n_batch=12, n_ubatch=12, n_in_flight=2, n_seq=draw(st.integers(n, 12)), n_requests=n),
         n_stages=draw(st.integers(1, 3)),
@@ -224,7 +226,7 @@ def thickets(draw: st.DrawFn) -> Scenario:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> Scenario:
-    """Texts that go on where earlier ones ended, and contexts that hold few of them."""
+    """Prompts that continue earlier outputs, and contexts that hold few of them."""
     speculations = st.builds(
         SpeculationConfig,
         mode=st.sampled_from(["async", "speculative", "iterative"]),
@@ -252,6 +254,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
             n_requests=n,
             n_prefixes=n_prefixes,
             partial_prefixes=draw(st.booleans()),
+            shares_machine=draw(st.booleans()),
         )
 
     target, draft = limits(draw(st.integers(1, 4))), limits(2)

@@ -186,6 +186,10 @@ class Payoff:
         trials = self._by_load.get(n_requests.bit_length())
         return trials is not None and drafter in trials.paused
 
+    def since(self, requests: Sequence[int]) -> float | None:
+        """When tokens were last accepted, if the same requests, all comparable, were served then; else None."""
+        return self._at if requests and requests == self._requests else None
+
     def accepted(
         self,
         n: int,
@@ -201,11 +205,11 @@ class Payoff:
         prompt to compute, or one of them does not draft. `drafters`: those with a model. `named_by`: those that had
         named the last token.
         """
-        if requests and requests == self._requests and cost.is_known:
+        if (since := self.since(requests)) is not None and cost.is_known:
             n_requests = len(requests)
             trials = self._by_load.setdefault(n_requests.bit_length(), _Trials())
             alone_s = Rounds(cost, n_requests).round_s
-            trials.accepted(n / n_requests, now - self._at, drafters, named_by, alone_s)
+            trials.accepted(n / n_requests, now - since, drafters, named_by, alone_s)
         self._requests, self._at = requests, now
 
     def drafted(self, drafter: int) -> None:

@@ -23,9 +23,6 @@ class Steering:
         self._pipeline = pipeline
         self._text_drafters = text_drafters
         self._payoff = Payoff()
-        self._weighed: int | None = None
-        """The only request of which tokens were accepted lately."""
-        self._weighed_at = 0.0
 
     def begin(self, state: RequestState, n_ctx: int, served: Sequence[SequenceState]) -> list[ToDrafter]:
         """A request begins, in a context of that size. `served`: all requests that are open, itself included."""
@@ -41,6 +38,7 @@ class Steering:
         self._weigh(state, served)
         state.drafters.root_sent(self._pipeline.now)
         self._set_look_aheads(state, served)
+        least_path = frontier.least_path(self._pipeline, state, served)
         messages: list[ToDrafter] = []
         for drafter, known in state.drafters:
             if known.is_paused:
@@ -48,7 +46,6 @@ class Steering:
             if known.is_steered:
                 tokens, rows = tuple(state.output[known.n_told :]), tuple(state.sampled_from[known.n_told :])
                 known.n_told, known.told_look_ahead = state.epoch, known.look_ahead
-                least_path = frontier.least_path(self._pipeline, state, served)
                 accepted = Accepted(state.id, state.epoch, tokens, known.look_ahead, least_path, rows)
                 self._tell(state, drafter, accepted, messages)
         return messages
@@ -87,26 +84,20 @@ class Steering:
         )
         named_by = {proposal.drafter for proposal in state.tree.root.proposals}
         requests = [other.id for other in served] if alike else ()
-        if requests and self._pipeline.limits.shares_machine:
-            self._take_turns(state, n_accepted, only_one=len(requests) == 1)
+        if len(requests) == 1 and (since := self._payoff.since(requests)) is not None:
+            self._weigh_turns(state, n_accepted, self._pipeline.now - since)
         self._payoff.accepted(n_accepted, self._pipeline.now, requests, with_model, named_by, self._pipeline.cost)
 
-    def _take_turns(self, state: RequestState, n_accepted: int, only_one: bool) -> None:
-        """Learn how fast tokens come while drafters draft ahead, or in turn with the target."""
+    def _weigh_turns(self, state: RequestState, n_accepted: int, seconds: float) -> None:
+        """Learn how fast tokens of the only request come while drafters draft ahead, or in turn with the target."""
         pipeline, known = self._pipeline, state.drafters
-        if only_one and self._weighed == state.id and pipeline.cost.is_known and not known.leading.is_paused:
-            most = min(state.request.speculation.most_drafted, pipeline.limits.n_rows - 1)
-            seconds = pipeline.now - self._weighed_at
-            pipeline.turns.accepted(
-                n_accepted,
-                pipeline.expected_tokens,
-                seconds,
-                pipeline.cost,
-                known.calibration,
-                known.leading.pace,
-                most,
-            )
-        self._weighed, self._weighed_at = state.id if only_one else None, pipeline.now
+        if not pipeline.limits.shares_machine or not pipeline.cost.is_known or known.leading.is_paused:
+            return
+        most = min(state.request.speculation.most_drafted, pipeline.limits.n_rows - 1)
+        expected, pace = pipeline.expected_tokens, known.leading.pace
+        pipeline.turns.accepted(
+            pipeline.cost, known.calibration, pace, most, n=n_accepted, expected=expected, seconds=seconds
+        )
 
     def _tell(self, state: RequestState, drafter: int, message: DrafterMessage, messages: list[ToDrafter]) -> None:
         if (text_drafter := self._text_drafters.get(drafter)) is None:

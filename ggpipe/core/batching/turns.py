@@ -28,6 +28,8 @@ _FORGET = 0.998
 _HOPE = 0.85
 """Factor on the expected time of a token in turn while drafters draft ahead: run times and the drafter's pace are then
 learned while all ranks compute."""
+_STILL_DRAFTED = 0.5
+"""Least path probability of draft tokens where none pays in turn: a drafter that drafts a little is still judged."""
 _CLEARLY_LESS = 0.97
 """Factor by which the other way must be faster."""
 
@@ -46,7 +48,7 @@ class Turn:
 def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -> Turn:
     """The number of draft tokens of a chain, at most `most`, that brings most accepted tokens per second in turn."""
     first_s, next_s = pace.first_s or 0.0, pace.next_s or 0.0
-    gain, best = 1.0, Turn(0, cost.length * cost.time(1), 0.5)
+    gain, best = 1.0, Turn(0, cost.length * cost.time(1), _STILL_DRAFTED)
     for n, probability in enumerate(usual_chain(calibration, most), 1):
         gain += probability
         token_s = (cost.length * cost.time(1 + n) + first_s + (n - 1) * next_s) / gain
@@ -101,7 +103,15 @@ class Turns:
     _turns: _Way = field(default_factory=_Way)
 
     def accepted(
-        self, n: int, expected: float, seconds: float, cost: RunCost, calibration: Calibration, pace: Pace, most: int
+        self,
+        cost: RunCost,
+        calibration: Calibration,
+        pace: Pace,
+        most: int,
+        *,
+        n: int,
+        expected: float,
+        seconds: float,
     ) -> None:
         """`n` tokens of the only request were accepted where `expected` were expected, `seconds` after the ones before.
         `most`: draft tokens in a run, at most."""

@@ -18,6 +18,7 @@ from ggpipe.core.tree import Node, Proposal, Tree
 
 _LEAST_PATH = 1 / 500
 """Draft tokens of less probable paths only take energy, and cores from others."""
+_LEAST_AGREEMENT = 0.01
 _MOST_NODES = 256
 """Draft tokens below the root, at most."""
 _LOG_PATH = operator.attrgetter("log_path")
@@ -126,7 +127,9 @@ class DraftState:
             return iter(())
         deepest, least = self.deepest, -math.inf
         if self.least_path:
-            least = self.tree.root.log_path + math.log(self.least_path / max(self.calibration.agreement, 0.01))
+            least = self.tree.root.log_path + math.log(
+                self.least_path / max(self.calibration.agreement, _LEAST_AGREEMENT)
+            )
         return (node for node in self.tree.best_first() if node.pos < deepest and node.log_path >= least)
 
     def path_probability(self, node: Node) -> float:
