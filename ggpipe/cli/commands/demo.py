@@ -32,7 +32,7 @@ from ggpipe.options.settings import (
 from ggpipe.stats.records import RequestStats
 
 _OPENING = "In olden times, when wishing still helped one, there lived a king whose daughters were all beautiful."
-_COMPARED_TOKENS = 16
+_COMPARED_TOKENS = 12
 _ROUNDS = 2
 _SETTLE_S = 0.1  # for the drafter to finish
 _LOOK_S = 0.1  # for a look at how busy the machine is while the ranks are idle
