@@ -18,11 +18,12 @@ def top(logits: int, n_vocab: int, k: int, banned: Sequence[int], sums: bool = T
     the row's log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.
     """
 
-def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: Sequence[float], n_experts: int = 0, experts: Sequence[int] = (), n_threads: int = 1, repack: bool = True, fast: bool = True) -> list[float]:
+def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: Sequence[float], n_matrices: int = 0, experts: Sequence[int] = (), n_threads: int = 1, repack: bool = True, fast: bool = True) -> list[float]:
     """
     One product alone, as a stage computes it, for tests and measurements: weights (rows, columns) of a ggml type, as in a
-    file, and activations (tokens, columns). With experts, such a matrix for each of n_experts, and of each token as many
-    experts. Returns (tokens, rows), or (tokens, experts of each, rows). fast: with kernels of our own. Raises RuntimeError.
+    file, and activations (tokens, columns). With n_matrices, that many of them: experts, with the same number of them per
+    token, or heads' own, each for its share of the tokens. Returns (tokens, rows), or (tokens, experts of each, rows).
+    fast: with kernels of our own. Raises RuntimeError.
     """
 
 def time_attention(*, width: int, n_heads: tuple[int, int], n_rows: int, n_cells: int, n_threads: int, n_rounds: int) -> tuple[list[tuple[float, float]], bool]:

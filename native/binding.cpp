@@ -36,18 +36,19 @@ NB_MODULE(_native, m) {
        "the row's log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.");
 
     m.def("multiply", [](int type, std::pair<int64_t, int64_t> shape, const Bytes & weights, std::vector<float> activations,
-                         int64_t n_experts, std::vector<int32_t> experts, int n_threads, bool repack, bool fast) {
-        const Product product{ggml_type(type), shape.second, shape.first, n_experts, {weights.data(), weights.data() + weights.size()},
+                         int64_t n_matrices, std::vector<int32_t> experts, int n_threads, bool repack, bool fast) {
+        const Product product{ggml_type(type), shape.second, shape.first, n_matrices, {weights.data(), weights.data() + weights.size()},
                               std::move(activations), std::move(experts)};
         nb::gil_scoped_release release;
         return multiply(product, n_threads, repack, fast);
-    }, nb::kw_only(), "type"_a, "shape"_a, "weights"_a, "activations"_a, "n_experts"_a = 0, "experts"_a = std::vector<int32_t>(),
+    }, nb::kw_only(), "type"_a, "shape"_a, "weights"_a, "activations"_a, "n_matrices"_a = 0, "experts"_a = std::vector<int32_t>(),
        "n_threads"_a = 1, "repack"_a = true, "fast"_a = true,
-       nb::sig("def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: Sequence[float], n_experts: int = 0, "
+       nb::sig("def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: Sequence[float], n_matrices: int = 0, "
                "experts: Sequence[int] = (), n_threads: int = 1, repack: bool = True, fast: bool = True) -> list[float]"),
        "One product alone, as a stage computes it, for tests and measurements: weights (rows, columns) of a ggml type, as in a\n"
-       "file, and activations (tokens, columns). With experts, such a matrix for each of n_experts, and of each token as many\n"
-       "experts. Returns (tokens, rows), or (tokens, experts of each, rows). fast: with kernels of our own. Raises RuntimeError.");
+       "file, and activations (tokens, columns). With n_matrices, that many of them: experts, with the same number of them per\n"
+       "token, or heads' own, each for its share of the tokens. Returns (tokens, rows), or (tokens, experts of each, rows).\n"
+       "fast: with kernels of our own. Raises RuntimeError.");
 
     m.def("time_attention", [](int64_t width, std::pair<int64_t, int64_t> n_heads, int64_t n_rows, int64_t n_cells, int n_threads, int n_rounds) {
         const AttentionTimes times = time_attention({width, n_heads.first, n_heads.second, n_rows, n_cells}, n_threads, n_rounds);

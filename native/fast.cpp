@@ -103,16 +103,17 @@ std::vector<float> multiply(const Product & p, int n_threads, bool repack, bool 
     const auto require = [](bool holds, const char * what) {
         if (!holds) throw std::runtime_error(what);
     };
-    require(p.n_columns > 0 && p.activations.size() % p.n_columns == 0, "activations are no whole rows");
-    const int64_t n_tokens = p.activations.size() / p.n_columns, n_used = p.n_experts ? p.experts.size() / n_tokens : 0;
+    require(p.n_columns > 0 && !p.activations.empty() && p.activations.size() % p.n_columns == 0, "activations are no whole rows");
+    const int64_t n_tokens = p.activations.size() / p.n_columns, n_used = p.experts.size() / n_tokens;
+    const int64_t n_matrices = std::max<int64_t>(1, p.n_matrices), n_parts = n_used ? n_tokens : n_matrices;
+    require(n_tokens % n_parts == 0, "activations cannot be divided among the matrices");
     const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(ggml_init({1 << 20, nullptr, /*no_alloc*/ true}), ggml_free);
-    ggml_tensor * weights = ggml_new_tensor_3d(ctx.get(), p.type, p.n_columns, p.n_rows, std::max<int64_t>(1, p.n_experts));
+    ggml_tensor * weights = ggml_new_tensor_3d(ctx.get(), p.type, p.n_columns, p.n_rows, n_matrices);
     require(ggml_nbytes(weights) == p.weights.size(), "weights do not have the size of their shape");
-    ggml_tensor * activations = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, p.n_columns, p.n_experts ? 1 : n_tokens,
-                                                   p.n_experts ? n_tokens : 1);
-    ggml_tensor * experts = p.n_experts ? ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_used, n_tokens) : nullptr;
-    ggml_tensor * result = p.n_experts ? ggml_mul_mat_id(ctx.get(), weights, activations, experts)
-                                       : ggml_mul_mat(ctx.get(), weights, activations);
+    ggml_tensor * activations = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, p.n_columns, n_tokens / n_parts, n_parts);
+    ggml_tensor * experts = n_used ? ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_used, n_tokens) : nullptr;
+    ggml_tensor * result = n_used ? ggml_mul_mat_id(ctx.get(), weights, activations, experts)
+                                  : ggml_mul_mat(ctx.get(), weights, activations);
     const Stage stage(true, repack, false, fast, false);
     using Buffer = std::unique_ptr<ggml_backend_buffer, void (*)(ggml_backend_buffer_t)>;
     Buffer repacked(nullptr, ggml_backend_buffer_free);

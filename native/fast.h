@@ -55,7 +55,7 @@ void compute_product(ggml_tensor * node, int thread, int n_threads, void * state
 // One product alone, as a stage computes it, for tests and measurements.
 struct Product {
     ggml_type type;
-    int64_t n_columns, n_rows, n_experts;  // of the weights; no experts: one matrix
+    int64_t n_columns, n_rows, n_matrices;  // of the weights; 0: a single one
     std::vector<uint8_t> weights;          // as in a file
     std::vector<float> activations;        // n_columns for each token
     std::vector<int32_t> experts;          // as many for each token; which of them is used

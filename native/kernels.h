@@ -1,4 +1,4 @@
-// What products.cpp needs to know of kernels for products of quantized weights, and what all of them have in common.
+// What products.cpp needs to know of kernels for products of weights, and what all of them have in common.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace ggpipe {
 
-// Everything that there are kernels for, by its name in ggml.
+// The quantized types that there are kernels for, by their names in ggml.
 #define GGPIPE_FOR_FORMATS(DO) \
     DO(Q8_0) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(IQ4_NL) DO(MXFP4) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(IQ4_XS)
 
@@ -40,5 +40,6 @@ struct Kernel {
 };
 const Kernel * vnni_kernel(ggml_type type);  // nullptr: none, or the CPU cannot
 const Kernel * avx2_kernel(ggml_type type);
+const Kernel * float_kernel(ggml_type type);
 
 }  // namespace ggpipe

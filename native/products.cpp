@@ -1,4 +1,4 @@
-// Products of quantized weights, in default numerics, on CPUs with AVX2 (quad_tiles.h) or AVX-512 VNNI (tiles.h).
+// Products of weights, in default numerics, on CPUs with AVX2 (quad_tiles.h, floats.cpp) or AVX-512 VNNI (tiles.h).
 //
 // ggml reads and unpacks a matrix again for each row or two of a run, so two rows take twice as long as one. Here a tile of
 // weights, 8 or 16 rows by 256 columns, is unpacked once, and all rows of activations are multiplied with it while it is in
@@ -31,8 +31,10 @@ Activations activations_of(const FastGraph::Quantized & quantized, QuantizedMemo
 }
 
 const Kernel * kernel_for(ggml_type type) {
-    const Kernel * kernel = vnni_kernel(type);
-    return kernel ? kernel : avx2_kernel(type);
+    for (auto * of : {vnni_kernel, avx2_kernel, float_kernel}) {
+        if (const Kernel * kernel = of(type)) return kernel;
+    }
+    return nullptr;
 }
 
 const float * row_of(const ggml_tensor * t, int64_t row) {
@@ -62,7 +64,9 @@ bool is_product(const ggml_tensor * node) {
     if (source->type != GGML_TYPE_F32 || source->nb[0] != sizeof(float) || source->ne[3] != 1 || node->nb[0] != sizeof(float)) return false;
     const bool is_repacked = weights->extra && !strcmp(ggml_backend_buft_name(weights->buffer->buft), "CPU_REPACK");
     if (kernel->is_repacked != is_repacked || (weights->extra && !is_repacked)) return false;
-    return node->op == GGML_OP_MUL_MAT_ID || (weights->ne[2] == 1 && source->ne[2] == 1);
+    if (node->op == GGML_OP_MUL_MAT_ID) return true;
+    const bool is_weight = weights->op == GGML_OP_NONE;  // no KV cells, which attention without flash attention multiplies
+    return is_weight ? weights->ne[2] == source->ne[2] : weights->ne[2] == 1 && source->ne[2] == 1 && ggml_is_quantized(weights->type);
 }
 
 void FastGraph::add(ggml_tensor * product) {
@@ -85,8 +89,8 @@ void FastGraph::add(ggml_tensor * product) {
 }
 
 void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
-    struct Use { int32_t expert; std::vector<int32_t> rows; std::vector<float *> to; };
-    static thread_local std::vector<Use> uses;  // of a matrix
+    struct Use { int32_t matrix; std::vector<int32_t> rows; std::vector<float *> to; };
+    static thread_local std::vector<Use> uses;  // of matrices
     static thread_local std::vector<int32_t> use_of;
     const ggml_tensor * weights = node->src[0], * ids = node->src[2];
     FastGraph & graph = *(FastGraph *) state;
@@ -97,10 +101,10 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     quantize_rows(product.quantized, activations);
     const Kernel & kernel = *kernel_for(weights->type);
     size_t n_uses = 0;
-    const auto add = [&](int32_t expert) -> Use & {
+    const auto add = [&](int32_t matrix) -> Use & {
         if (uses.size() == n_uses) uses.emplace_back();
         Use & use = uses[n_uses++];
-        use.expert = expert;
+        use.matrix = matrix;
         use.rows.clear();
         use.to.clear();
         return use;
@@ -120,10 +124,12 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
             }
         }
     } else {
-        Use & all = add(0);
-        for (int64_t row = 0; row < activations.n_rows; row++) {
-            all.rows.push_back(row);
-            all.to.push_back((float *) ((char *) node->data + row * node->nb[1]));
+        for (int64_t matrix = 0, row = 0; matrix < weights->ne[2]; matrix++) {  // heads' own, or a single one
+            Use & use = add(matrix);
+            for (int64_t i = 0; i < node->ne[1]; i++, row++) {
+                use.rows.push_back(row);
+                use.to.push_back((float *) ((char *) node->data + i * node->nb[1] + matrix * node->nb[2]));
+            }
         }
     }
     const int64_t n_tiles = (weights->ne[1] + kernel.n_lanes - 1) / kernel.n_lanes, n_items = n_tiles * n_uses;
@@ -132,9 +138,9 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
         for (int64_t item = from; item < std::min(from + step, n_items); item++) {
             const size_t i = item / n_tiles;
             const Use & use = uses[i];
-            const auto matrix_of = [&](int32_t expert) { return (const uint8_t *) weights->data + expert * weights->nb[2]; };
-            const Weights matrix{matrix_of(use.expert), weights->ne[1], weights->nb[1],
-                                 i + 1 < n_uses ? matrix_of(uses[i + 1].expert) : (const uint8_t *) next->data};
+            const auto matrix_of = [&](int32_t i) { return (const uint8_t *) weights->data + i * weights->nb[2]; };
+            const Weights matrix{matrix_of(use.matrix), weights->ne[1], weights->nb[1],
+                                 i + 1 < n_uses ? matrix_of(uses[i + 1].matrix) : (const uint8_t *) next->data};
             kernel.multiply(matrix, item % n_tiles * kernel.n_lanes, activations, use.rows, use.to.data());
         }
     }

@@ -158,7 +158,7 @@ def bench_single(path: Path, pairs: int) -> None:
 # rows
 
 N_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 128)
-FILE_TYPES = ("Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "Q2_K")
+FILE_TYPES = ("Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "Q2_K", "F16", "BF16")
 
 
 def converted(path: Path, file_type: str, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""ggpipe's own products of quantized weights: what the weights and the rounded activations give, the same bits for any
+"""ggpipe's own products of weights: what the weights and the rounded activations give, the same bits for any
 number of rows and threads."""
 
 from dataclasses import dataclass
@@ -21,12 +21,16 @@ Type = GGMLQuantizationType
 BY_32 = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.IQ4_NL, Type.MXFP4)
 """Types whose blocks have 32 columns; others have 256."""
 BY_256 = (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS)
+FLOATS = (Type.F32, Type.F16, Type.BF16)
+"""Types without blocks: any number of columns."""
 ROUNDING = 2e-6
 """Of single precision, in standard deviations of the results."""
 
 
 def _random_weights(kind: Type, shape: tuple[int, int], rng: np.random.Generator) -> NDArray[np.uint8]:
     """Blocks of any bytes, but scales of about 1: (rows, bytes)."""
+    if kind in FLOATS:
+        return quantize(rng.standard_normal(shape).astype(np.float32), kind).view(np.uint8)
     block, size = GGML_QUANT_SIZES[kind]
     rows, columns = shape
     data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
@@ -44,7 +48,10 @@ def _random_weights(kind: Type, shape: tuple[int, int], rng: np.random.Generator
 
 
 def _rounded(kind: Type, activations: NDArray[np.float32]) -> NDArray[np.float64]:
-    """What 8 bits leave of activations: 32 of them, or 256, share a scale."""
+    """Activations as they are multiplied: in the weights' type if they are floats, else in 8 bits with a scale for each 32
+    or 256."""
+    if kind in FLOATS:
+        return dequantize(quantize(activations, kind), kind).astype(np.float64)
     n = 256 if kind in BY_256 else 32
     blocks = activations.astype(np.float32).reshape(len(activations), -1, n)
     highest = np.abs(blocks).max(axis=2, keepdims=True)
@@ -94,10 +101,11 @@ def _assert_near(found: NDArray[np.float32], expected: NDArray[np.float64]) -> N
     np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING * expected.std() * 10)
 
 
-@pytest.mark.parametrize("kind", [*BY_32, *BY_256], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*BY_32, *BY_256, *FLOATS], ids=lambda kind: kind.name)
 def test_products(kind: Type) -> None:
     """Rows that are no whole tiles, and columns that are none where blocks are smaller than a tile."""
-    for shape in ((16, 256), (8, 256), (40, 768), (264, 256), *(((24, 288), (48, 32)) if kind in BY_32 else ())):
+    odd = ((24, 288), (48, 32)) if kind in BY_32 else ((7, 300), (21, 9)) if kind in FLOATS else ()
+    for shape in ((16, 256), (8, 256), (40, 768), (264, 256), *odd):
         case = Case.make(kind, shape, n_tokens=70)
         expected = case.expected()
         for n in (1, 2, 3, 8, 21, 70):
@@ -121,10 +129,10 @@ def test_highest_numbers(kind: Type) -> None:
         np.testing.assert_allclose(case.computed(), expected, rtol=1e-5, atol=1e-6 * float(sums) / 16)
 
 
-@pytest.mark.parametrize("kind", [*BY_32, *BY_256], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*BY_32, *BY_256, *FLOATS], ids=lambda kind: kind.name)
 def test_bits_depend_on_nothing_else(kind: Type) -> None:
     """A row has the same bits alone, with any number of others, and with any number of threads."""
-    case = Case.make(kind, (72, 544 if kind in BY_32 else 512), n_tokens=70)
+    case = Case.make(kind, (72, 512 if kind in BY_256 else 544), n_tokens=70)
     whole = case.computed()
     for tokens in (slice(0, 1), slice(37, 38), slice(3, 5), slice(66, 69), slice(5, 9), slice(2, 8), slice(51, 70)):
         np.testing.assert_array_equal(case.computed(tokens), whole[tokens])
@@ -132,17 +140,23 @@ def test_bits_depend_on_nothing_else(kind: Type) -> None:
     np.testing.assert_array_equal(case.computed(slice(1), n_threads=2), whole[:1])
 
 
-@pytest.mark.parametrize("kind", [*BY_32, *BY_256], ids=lambda kind: kind.name)
+def _of_each(kind: Type, n_matrices: int, n_tokens: int) -> list[Case]:
+    """Several matrices, with the same activations for each."""
+    cases = [Case.make(kind, (40, 512), n_tokens, seed=i) for i in range(n_matrices)]
+    for case in cases:
+        case.activations = cases[0].activations
+    return cases
+
+
+@pytest.mark.parametrize("kind", [*BY_32, *BY_256, *FLOATS], ids=lambda kind: kind.name)
 def test_experts(kind: Type) -> None:
     """Each row of activations with the matrices of its experts: the bits of each matrix alone."""
     rng = np.random.default_rng(2)
-    n_experts, shape, n_tokens = 4, (40, 512), 30
-    cases = [Case.make(kind, shape, n_tokens, seed=expert) for expert in range(n_experts)]
-    for case in cases:
-        case.activations = cases[0].activations
+    n_experts, n_tokens = 4, 30
+    cases = _of_each(kind, n_experts, n_tokens)
     experts = np.array([rng.permutation(n_experts)[:2] for _ in range(n_tokens)], np.int32)
     found = native.multiply(
-        type=kind, shape=shape, weights=b"".join(case.weights.tobytes() for case in cases), n_experts=n_experts,
+        type=kind, shape=(40, 512), weights=b"".join(case.weights.tobytes() for case in cases), n_matrices=n_experts,
         activations=cases[0].activations.ravel().tolist(), experts=experts.ravel().tolist(), n_threads=2,
     )  # fmt: skip
     each = np.stack([case.computed() for case in cases])
@@ -150,10 +164,22 @@ def test_experts(kind: Type) -> None:
     np.testing.assert_array_equal(np.array(found, np.float32).reshape(expected.shape), expected)
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Type.Q8_0, *FLOATS], ids=lambda kind: kind.name)
+def test_matrices_of_heads(kind: Type) -> None:
+    """Each matrix with its own rows of activations, as in latent attention: the bits of each matrix alone."""
+    cases = _of_each(kind, 3, 12)
+    found = native.multiply(
+        type=kind, shape=(40, 512), weights=b"".join(case.weights.tobytes() for case in cases), n_matrices=3,
+        activations=cases[0].activations.ravel().tolist(), n_threads=2,
+    )  # fmt: skip
+    expected = np.concatenate([case.computed()[4 * i : 4 * i + 4] for i, case in enumerate(cases)])
+    np.testing.assert_array_equal(np.array(found, np.float32).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0, *FLOATS], ids=lambda kind: kind.name)
 def test_equals_ggml_but_for_rounding(kind: Type) -> None:
     rng = np.random.default_rng(3)
-    weights = quantize(rng.standard_normal((64, 1024)).astype(np.float32), kind)
+    weights = quantize(rng.standard_normal((64, 1024)).astype(np.float32), kind).view(np.uint8)
     case = Case(kind, weights, rng.standard_normal((12, 1024)).astype(np.float32))
     own, ggmls = case.computed(), case.computed(fast=False)
     assert np.abs(own - ggmls).max() < 1e-5 * ggmls.std()
