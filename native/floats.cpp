@@ -5,6 +5,7 @@
 // through all columns, and these are added up at the end. Activations are rounded to the weights' type, as in ggml.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -51,24 +52,54 @@ template <class Type> GGPIPE_AVX2 void round_row(const float * x, int64_t row, c
     }
 }
 
-// Adds products with a chunk to the sums of `kOutputs` rows of weights by `kRows` rows of activations. `weight` reads eight
-// numbers of a row of weights; sums of a row of activations are `kLanes` vectors.
-template <int kOutputs, int kRows, class Weight>
-GGPIPE_AVX2 GGPIPE_INLINE inline void add(const Weight & weight, const float * const * x, F * sums) {
+// Some chunks of eight rows of weights.
+template <class Number> struct Piece {
+    const uint8_t * data;
+    size_t stride;
+    int64_t chunk;  // the first
+    int n_chunks;
+    const uint8_t * ahead;  // what to fetch meanwhile
+};
+
+// Adds products with a piece to the sums of `kOutputs` of its rows by `kRows` rows of activations, which have `kLanes` sums each.
+template <class Type, int kOutputs, int kRows, bool kFetches>
+GGPIPE_AVX2 GGPIPE_INLINE inline void add(const Piece<typename Type::Number> & piece, int first, const Activations & a,
+                                         const int32_t * rows, F * sums) {
+    using Number = typename Type::Number;
+    constexpr int kStep = kLanes * kLanes * sizeof(Number);  // bytes of eight columns
     F total[kOutputs][kRows];
     for (int o = 0; o < kOutputs; o++) {
-        for (int r = 0; r < kRows; r++) total[o][r] = sums[r * kLanes + o];
+        for (int r = 0; r < kRows; r++) total[o][r] = sums[r * kLanes + first + o];
     }
-    _Pragma("GCC unroll 1") for (int i = 0; i < kChunk; i += kLanes) {
-        F numbers[kRows];
-        for (int r = 0; r < kRows; r++) numbers[r] = _mm256_loadu_ps(x[r] + i);
-        for (int o = 0; o < kOutputs; o++) {
-            const F w = weight(o, i);
-            for (int r = 0; r < kRows; r++) total[o][r] = _mm256_fmadd_ps(w, numbers[r], total[o][r]);
+    const Number * weights = (const Number *) (piece.data + first * piece.stride);
+    const uint8_t * ahead = piece.ahead + first / kOutputs * piece.n_chunks * kChunk / kLanes * kStep * kOutputs / kLanes;
+    for (int chunk = 0; chunk < piece.n_chunks; chunk++) {
+        const float * x[kRows];
+        for (int r = 0; r < kRows; r++) x[r] = (const float *) (a.numbers + ((piece.chunk + chunk) * a.n_rows + rows[r]) * kNumberBytes);
+        _Pragma("GCC unroll 1") for (int i = 0; i < kChunk; i += kLanes, weights += kLanes) {
+            F numbers[kRows];
+            for (int r = 0; r < kRows; r++) numbers[r] = _mm256_loadu_ps(x[r] + i);
+            if constexpr (kFetches) {
+                for (int at = 0; at < kStep * kOutputs / kLanes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+                ahead += kStep * kOutputs / kLanes;
+            }
+            for (int o = 0; o < kOutputs; o++) {
+                const F w = Type::widened((const Number *) ((const uint8_t *) weights + o * piece.stride));
+                for (int r = 0; r < kRows; r++) total[o][r] = _mm256_fmadd_ps(w, numbers[r], total[o][r]);
+            }
         }
     }
     for (int o = 0; o < kOutputs; o++) {
-        for (int r = 0; r < kRows; r++) sums[r * kLanes + o] = total[o][r];
+        for (int r = 0; r < kRows; r++) sums[r * kLanes + first + o] = total[o][r];
+    }
+}
+template <class Type, int kRows, bool kFetches>
+GGPIPE_AVX2 GGPIPE_INLINE inline void add_rows(const Piece<typename Type::Number> & piece, const Activations & a, const int32_t * rows, F * sums) {
+    if constexpr (kRows == 1) {
+        add<Type, kLanes, 1, kFetches>(piece, 0, a, rows, sums);
+    } else {
+        add<Type, kLanes / 2, kRows, kFetches>(piece, 0, a, rows, sums);
+        add<Type, kLanes / 2, kRows, kFetches>(piece, kLanes / 2, a, rows, sums);
     }
 }
 
@@ -85,52 +116,33 @@ template <class Type> GGPIPE_AVX2 void multiply(const Weights & weights, int64_t
     static thread_local std::vector<Line> lines;
     lines.assign(rows.size(), Line{});
     F * sums = (F *) lines.data();
-    constexpr int kBytes = kChunk * sizeof(Number);
-    alignas(32) float tile[kLanes][kChunk];
-    alignas(32) Number copies[kLanes][kChunk];  // where there are not enough rows or columns for a tile
+    constexpr int kBytes = kChunk * sizeof(Number), kChunks = 4;
+    alignas(32) Number copies[kLanes][kChunk];  // where there are not enough rows or columns
     const int n_rows = std::min<int64_t>(kLanes, weights.n_rows - first);
     // Into the second cache, in the order of their addresses: a later tile.
     const size_t n_bytes = weights.n_rows * weights.row_bytes, at = (first + kLanes) * weights.row_bytes + kAhead;
     const uint8_t * ahead = at < n_bytes ? weights.data + at : weights.next + (at - n_bytes);
-    for (int64_t chunk = 0; chunk < a.n_chunks; chunk++, ahead += kLanes * kBytes) {
-        const int n_columns = std::min<int64_t>(kChunk, a.n_columns - chunk * kChunk);
+    for (int64_t chunk = 0, n_chunks; chunk < a.n_chunks; chunk += n_chunks) {
+        const int64_t n_whole = n_rows == kLanes ? a.n_columns / kChunk - chunk : 0;
+        n_chunks = std::clamp<int64_t>(n_whole, 1, kChunks);
         const uint8_t * data = weights.data + first * weights.row_bytes + chunk * kBytes;
-        size_t stride = weights.row_bytes;
-        if (n_columns < kChunk || n_rows < kLanes) {
+        Piece<Number> piece{data, weights.row_bytes, chunk, int(n_chunks), ahead + chunk * kLanes * kBytes};
+        if (n_whole <= 0) {
             memset(copies, 0, sizeof copies);
-            for (int i = 0; i < n_rows; i++) memcpy(copies[i], data + i * stride, n_columns * sizeof(Number));
-            data = (const uint8_t *) copies;
-            stride = kBytes;
+            const size_t n = std::min<int64_t>(kChunk, a.n_columns - chunk * kChunk) * sizeof(Number);
+            for (int i = 0; i < n_rows; i++) memcpy(copies[i], data + i * weights.row_bytes, n);
+            piece.data = (const uint8_t *) copies;
+            piece.stride = kBytes;
         }
-        const auto read = [&](int o, int i) GGPIPE_AVX2 GGPIPE_INLINE {
-            if (o == 0) {
-                for (int j = 0; j < kLanes * kLanes * int(sizeof(Number)); j += 64) __builtin_prefetch(ahead + i * kLanes * sizeof(Number) + j, 0, 2);
-            }
-            return Type::widened((const Number *) (data + o * stride) + i);
-        };
-        const float * x[3];
-        const auto take = [&](size_t row, int n) GGPIPE_AVX2 GGPIPE_INLINE {
-            for (int r = 0; r < n; r++) x[r] = (const float *) (a.numbers + (chunk * a.n_rows + rows[row + r]) * kNumberBytes);
-        };
-        if (rows.size() == 1) {
-            take(0, 1);
-            add<kLanes, 1>(read, x, sums);
-            continue;
-        }
-        for (int i = 0; i < kChunk; i += kLanes) {
-            for (int o = 0; o < kLanes; o++) _mm256_store_ps(tile[o] + i, read(o, i));
-        }
-        const auto lower = [&](int o, int i) GGPIPE_AVX2 GGPIPE_INLINE { return _mm256_load_ps(tile[o] + i); };
-        const auto upper = [&](int o, int i) GGPIPE_AVX2 GGPIPE_INLINE { return _mm256_load_ps(tile[kLanes / 2 + o] + i); };
-        const auto add_rows = [&](size_t row, auto count) GGPIPE_AVX2 GGPIPE_INLINE {
-            take(row, count());
-            add<kLanes / 2, count()>(lower, x, sums + row * kLanes);
-            add<kLanes / 2, count()>(upper, x, sums + row * kLanes + kLanes / 2);
-        };
         size_t row = 0;
-        for (; row + 3 <= rows.size(); row += 3) add_rows(row, std::integral_constant<int, 3>());
-        if (row + 2 == rows.size()) add_rows(row, std::integral_constant<int, 2>());
-        if (row + 1 == rows.size()) add_rows(row, std::integral_constant<int, 1>());
+        const auto next_rows = [&](auto count) GGPIPE_AVX2 GGPIPE_INLINE {
+            if (row == 0) add_rows<Type, count(), true>(piece, a, rows.data(), sums);
+            else add_rows<Type, count(), false>(piece, a, rows.data() + row, sums + row * kLanes);
+            row += count();
+        };
+        while (row + 3 <= rows.size()) next_rows(std::integral_constant<int, 3>());
+        if (row + 2 == rows.size()) next_rows(std::integral_constant<int, 2>());
+        if (row + 1 == rows.size()) next_rows(std::integral_constant<int, 1>());
     }
     for (size_t row = 0; row < rows.size(); row++) {
         for (int o = 0; o < n_rows; o++) to[row][first + o] = sum_of_lanes(sums[row * kLanes + o]);

@@ -43,12 +43,13 @@ def logits(
     flash_attn: FlashAttention = "on",
     cells: KvType = "f16",
     exact: bool = True,
+    shares: Sequence[Sequence[float]] = (),
 ) -> Logits:
     """Logits of the same random tokens, decoded in runs of these lengths."""
     tokens = np.random.default_rng(0).integers(1, 100, sum(runs)).tolist()
     context = ContextConfig(n_ctx=256, exact=exact, flash_attn=flash_attn, cache_type_k=cells, cache_type_v=cells)
     rows, pos = [], 0
-    with Pipeline(path, cuts, context, ModelConfig(path=path, repack=repack), threads) as pipeline:
+    with Pipeline(path, cuts, context, ModelConfig(path=path, repack=repack), threads, shares=shares) as pipeline:
         for i, n in enumerate(runs):
             rows.append(pipeline.decode(run_of(i + 1, tokens[pos : pos + n], pos)))
             pos += n
@@ -98,3 +99,6 @@ def test_mixtures_in_default_numerics(ftype: str, folder: Path) -> None:
         quantize(whole, path, ftype)
     one_by_one = logits(path, [1] * sum(RUNS), exact=False)
     np.testing.assert_array_equal(logits(path, RUNS, (1,), threads=2, exact=False), one_by_one)
+    group = [(1, 1)]
+    alone = logits(path, [1] * sum(RUNS), exact=False, shares=group)
+    np.testing.assert_array_equal(logits(path, RUNS, exact=False, shares=group), alone)
