@@ -99,6 +99,8 @@ def test_mixtures_in_default_numerics(ftype: str, folder: Path) -> None:
         quantize(whole, path, ftype)
     one_by_one = logits(path, [1] * sum(RUNS), exact=False)
     np.testing.assert_array_equal(logits(path, RUNS, (1,), threads=2, exact=False), one_by_one)
+    if ftype == "Q4_K_M":  # whose rows of one block cannot be divided
+        return
     group = [(1, 1)]
     alone = logits(path, [1] * sum(RUNS), exact=False, shares=group)
     np.testing.assert_array_equal(logits(path, RUNS, exact=False, shares=group), alone)

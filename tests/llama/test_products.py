@@ -48,8 +48,7 @@ def _random_weights(kind: Type, shape: tuple[int, int], rng: np.random.Generator
 
 
 def _rounded(kind: Type, activations: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Activations as they are multiplied: in the weights' type if they are floats, else in 8 bits with a scale for each 32
-    or 256."""
+    """Activations as they are multiplied: in the weights' type if that is a float, else in 8 bits with scales."""
     if kind in FLOATS:
         return dequantize(quantize(activations, kind), kind).astype(np.float64)
     n = 256 if kind in BY_256 else 32
