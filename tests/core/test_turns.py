@@ -11,12 +11,14 @@ from ggpipe.core.run_cost import RunCost
 MOST = 8
 
 
-def cost_of(row_s: float, n_stages: int = 2) -> RunCost:
-    """Runs of one row take 1 s in each stage; each further row takes `row_s` more."""
+def cost_of(row_s: float, n_stages: int = 2, slower: float = 1.0) -> RunCost:
+    """Runs of one row take 1 s in each stage; each further row takes `row_s` more, and all of it `slower` times as
+    long."""
     cost = RunCost()
     for _ in range(30):
         for n in range(1, MOST + 2):
-            cost.ended(n, 1 + row_s * (n - 1), n_stages * (1 + row_s * (n - 1)))
+            stage_s = slower * (1 + row_s * (n - 1))
+            cost.ended(n, stage_s, n_stages * stage_s)
     return cost
 
 
@@ -45,15 +47,27 @@ def test_ahead_is_never_slower_than_in_turn_where_nothing_slows_ranks_down() -> 
             assert ahead_token_s(cost, known, pace, MOST) <= usual_turn(cost, known, pace, MOST).token_s
 
 
-def chosen(ahead_s: float, turn_s: float, n_rounds: int = 400) -> list[bool]:
-    """Whether target and drafters took turns, round by round, where a token takes that long in each way."""
-    turns, cost, known, pace = Turns(in_turn=True), cost_of(0.0), Calibration(), pace_of(0.02)
-    found = []
-    for _ in range(n_rounds):
-        found.append(turns.in_turn)
-        seconds = 2.5 * turn_s if turns.in_turn else 2 * ahead_s
-        turns.accepted(cost, known, pace, MOST, n=2, expected=2.5, seconds=seconds)
-    return found
+class Served:
+    """A request that is served for some rounds, where a token takes that long in each way."""
+
+    def __init__(self, turns: Turns, ahead: RunCost, in_turn: RunCost) -> None:
+        self.turns = turns
+        self._ahead, self._in_turn = ahead, in_turn
+        self._known, self._pace = Calibration(), pace_of(0.02)
+
+    def ways(self, ahead_s: float, turn_s: float, n_rounds: int = 400) -> list[bool]:
+        """Whether target and drafters took turns, round by round."""
+        found = []
+        for _ in range(n_rounds):
+            found.append(self.turns.in_turn)
+            seconds = 2.5 * turn_s if self.turns.in_turn else 2 * ahead_s
+            costs = self._ahead, self._in_turn
+            self.turns.accepted(*costs, self._known, self._pace, MOST, n=2, expected=2.5, seconds=seconds)
+        return found
+
+
+def chosen(ahead_s: float, turn_s: float) -> list[bool]:
+    return Served(Turns(in_turn=True), cost_of(0.0), cost_of(0.0)).ways(ahead_s, turn_s)
 
 
 def test_the_faster_way_is_found_and_the_other_one_tried_now_and_then() -> None:
@@ -63,7 +77,21 @@ def test_the_faster_way_is_found_and_the_other_one_tried_now_and_then() -> None:
     assert sum(ahead[-200:]) < 20
 
 
+def test_run_costs_show_the_faster_way_within_a_few_tokens() -> None:
+    served = Served(Turns(in_turn=True), cost_of(0.0, slower=1.5), cost_of(0.0))
+    found = served.ways(ahead_s=1.1, turn_s=0.8)
+    n_ahead = found.count(False)
+    assert 0 < n_ahead < 30
+    later = Served(served.turns, cost_of(0.0, slower=1.5), cost_of(0.0)).ways(ahead_s=1.1, turn_s=0.8)
+    assert later.count(False) < n_ahead, "what an earlier request showed is still known"
+
+
+def test_turns_in_which_no_draft_token_pays_are_not_taken() -> None:
+    served = Served(Turns(in_turn=True), cost_of(0.9, slower=1.5), cost_of(0.9))
+    assert sum(served.ways(ahead_s=2.5, turn_s=2.0)) < 10
+
+
 def test_nothing_is_decided_before_a_drafter_has_drafted() -> None:
     turns = Turns(in_turn=True)
-    turns.accepted(cost_of(0.0), Calibration(), Pace(), MOST, n=1, expected=1.0, seconds=100.0)
+    turns.accepted(cost_of(0.0), cost_of(0.0), Calibration(), Pace(), MOST, n=1, expected=1.0, seconds=100.0)
     assert turns == Turns(in_turn=True)

@@ -114,14 +114,15 @@ def _draft_with_single_root(
         return DraftWithRoot()
     cells = pipeline.spare_cells + state.n_cells - state.n_used
     most = min(cells, speculation.most_drafted, state.deepest - state.tree.root.pos)
-    most = max(min(most, pipeline.limits.n_rows - state.n_root_rows), 0)
+    most = max(min(most, pipeline.limits.n_rows - state.n_root_rows, pipeline.cost.most_rows - state.n_root_rows), 0)
     known, n_again, coming, token_s = state.drafters, state.tree.n_again, Coming(), None
-    after = probabilities[-1] if probabilities else 1.0
-    if pipeline.takes_turns(state):
+    after, has_drafted = probabilities[-1] if probabilities else 1.0, bool(probabilities)
+    if pipeline.in_turn:
         token_s = usual_turn(pipeline.cost, known.calibration, pace, most).token_s
         after = math.exp(state.tree.best_leaf.log_path - state.tree.root.log_path)
+        has_drafted = state.drafted_at > state.root_since
     if pace.first_s is not None and pace.next_s is not None:
-        first_s = pace.next_s if probabilities else pace.first_s
+        first_s = pace.next_s if has_drafted else pace.first_s
         coming = Coming(after, known.coming.agreement, first_s, pace.next_s)
     return draft_with_root(probabilities[:most], most, pipeline.cost, 1, known.calibration, coming, n_again, token_s)
 
@@ -151,7 +152,7 @@ def _due_at(state: RequestState) -> float | None:
 
 def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> Choice:
     """A run of draft tokens alone, when a stage would else have nothing to do."""
-    if len(decoding) == 1 and pipeline.takes_turns(decoding[0]):
+    if len(decoding) == 1 and pipeline.in_turn:
         return Choice()
     if pipeline.n_in_flight >= (pipeline.limits.n_in_flight if len(decoding) == 1 else pipeline.n_stages):
         return Choice()
@@ -195,7 +196,7 @@ def look_ahead(
         min(speculation.most_drafted, pipeline.limits.n_rows - 1), cost, together
     ):
         return 0
-    if not others and pipeline.takes_turns(state):
+    if not others and pipeline.in_turn:
         return min(calibration.reach, speculation.most_drafted)
     usual = most_per_second(usual_chain(together, speculation.most_drafted), cost)
     return min(usual * (pipeline.limits.n_in_flight + 1), calibration.reach)
@@ -203,7 +204,7 @@ def look_ahead(
 
 def least_path(pipeline: PipelineState, state: RequestState, served: Sequence[SequenceState]) -> float:
     """Path probability below which draft tokens are not worth their time, where drafters take turns with the target."""
-    if len(served) > 1 or not pipeline.takes_turns(state):
+    if len(served) > 1 or not pipeline.in_turn:
         return 0.0
     speculation, known = state.request.speculation, state.drafters
     return usual_turn(pipeline.cost, known.calibration, known.leading.pace, speculation.most_drafted).least_path

@@ -58,10 +58,16 @@ class PipelineState:
         self.limits = limits
         self.n_stages = limits.n_stages
         """Runs that are computed at the same time, one in each stage."""
-        self.cost = RunCost(limits.rolls_back)
-        """What runs of this pipeline take."""
+        self.ahead_cost = RunCost(limits.rolls_back)
+        """What runs take, usually while others are computed."""
+        self.turn_cost = RunCost(limits.rolls_back)
+        """What runs take where target and drafters take turns."""
         self.turns = Turns(limits.shares_machine)
         """For a single request, where ranks share a machine."""
+        self.in_turn = False
+        """Target and drafters take turns now."""
+        self._turn_run = -1
+        """The latest run that was alone in the pipeline since target and drafters take turns."""
         self.expected_tokens = 1.0
         """Expected number of accepted tokens of the latest run with the root of an only request."""
         self.now = 0.0
@@ -82,6 +88,11 @@ class PipelineState:
     def n_in_flight(self) -> int:
         """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
         return self._in_flight.n_computed
+
+    @property
+    def cost(self) -> RunCost:
+        """What runs of this pipeline take now."""
+        return self.turn_cost if self.in_turn and self.turn_cost.is_known else self.ahead_cost
 
     @property
     def spare_cells(self) -> int:
@@ -124,9 +135,10 @@ class PipelineState:
         that are worth `left_out` could go with it."""
         return self.cost.tries_one(self._n_in_flight[1], left_out / worth)
 
-    def takes_turns(self, state: RequestState) -> bool:
-        """Target and drafters take turns, as long as this is the only request."""
-        return self.turns.in_turn and state.overlaps and state.drafters.leading.pace.next_s is not None
+    def set_turns(self, state: RequestState, is_only: bool) -> None:
+        """Have target and drafters take turns or not, since tokens of this request were accepted, or it begins."""
+        drafts = state.overlaps and state.drafters.leading.pace.next_s is not None
+        self.in_turn = is_only and drafts and self.turns.in_turn
 
     def may_draft(self, state: RequestState) -> bool:
         """A run of draft tokens alone may go in for this request."""
@@ -143,6 +155,8 @@ class PipelineState:
         fresh = only_one and root in parts[0].nodes
         if fresh:
             self.expected_tokens = sum([math.exp(node.log_path - root.log_path) for node in parts[0].nodes])
+            if self.in_turn and not self._in_flight.of(parts[0].owner):
+                self._turn_run = root.run
         n_prompt_rows = sum([part.n_prompt_rows for part in parts])
         n_nodes = sum([len(part.rows) for part in parts]) - n_prompt_rows
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
@@ -160,11 +174,11 @@ class PipelineState:
             return
         if n_prompt_rows:
             slowest = max(result.spans, key=lambda span: span.compute_s)
-            self.cost.prompt_ended(slowest.n_rows - n_prompt_rows, n_prompt_rows, slowest.compute_s)
+            self.ahead_cost.prompt_ended(slowest.n_rows - n_prompt_rows, n_prompt_rows, slowest.compute_s)
         elif result.rows:
-            self._learn_rows(result, n_rows)
+            self._learn_rows(self.turn_cost if result.run == self._turn_run else self.ahead_cost, result, n_rows)
 
-    def _learn_rows(self, result: RunResult, n_rows: int) -> None:
+    def _learn_rows(self, cost: RunCost, result: RunResult, n_rows: int) -> None:
         """Learn from a run without prompts. Of one with dropped rows, from the stages that computed all of its rows, by
         how much time they take relative to the slowest stage."""
         whole = [i for i, span in enumerate(result.spans) if span.n_rows == n_rows]
@@ -173,7 +187,7 @@ class PipelineState:
             now = [span.compute_s / slowest_s for span in result.spans]
             before = self._stage_times or now
             self._stage_times = [old + _LEARN * (new - old) for old, new in zip(before, now, strict=True)]
-            self.cost.ended(n_rows, slowest_s, result.total_s)
+            cost.ended(n_rows, slowest_s, result.total_s)
         elif self._stage_times and (share := sum([self._stage_times[i] for i in whole])) > 0:
             slowest_s = sum([result.spans[i].compute_s for i in whole]) / share
-            self.cost.ended(n_rows, slowest_s, self.cost.length * slowest_s)
+            cost.ended(n_rows, slowest_s, cost.length * slowest_s)

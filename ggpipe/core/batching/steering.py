@@ -26,6 +26,7 @@ class Steering:
 
     def begin(self, state: RequestState, n_ctx: int, served: Sequence[SequenceState]) -> list[ToDrafter]:
         """A request begins, in a context of that size. `served`: all requests that are open, itself included."""
+        self._pipeline.set_turns(state, len(served) == 1)
         self._set_look_aheads(state, served)
         messages: list[ToDrafter] = []
         for drafter, known in state.drafters:
@@ -36,6 +37,7 @@ class Steering:
     def accepted(self, state: RequestState, served: Sequence[SequenceState]) -> list[ToDrafter]:
         """A request has its next root."""
         self._weigh(state, served)
+        self._pipeline.set_turns(state, len(served) == 1)
         state.drafters.root_sent(self._pipeline.now)
         self._set_look_aheads(state, served)
         least_path = frontier.least_path(self._pipeline, state, served)
@@ -56,6 +58,7 @@ class Steering:
 
     def end(self, state: RequestState) -> list[ToDrafter]:
         """A request is over."""
+        self._pipeline.in_turn = False
         messages: list[ToDrafter] = []
         for drafter, _ in state.drafters:
             self._tell(state, drafter, EndDrafting(state.id), messages)
@@ -91,12 +94,19 @@ class Steering:
     def _weigh_turns(self, state: RequestState, n_accepted: int, seconds: float) -> None:
         """Learn how fast tokens of the only request come while drafters draft ahead, or in turn with the target."""
         pipeline, known = self._pipeline, state.drafters
-        if not pipeline.limits.shares_machine or not pipeline.cost.is_known or known.leading.is_paused:
+        if not pipeline.limits.shares_machine or known.leading.is_paused:
             return
         most = min(state.request.speculation.most_drafted, pipeline.limits.n_rows - 1)
         expected, pace = pipeline.expected_tokens, known.leading.pace
         pipeline.turns.accepted(
-            pipeline.cost, known.calibration, pace, most, n=n_accepted, expected=expected, seconds=seconds
+            pipeline.ahead_cost,
+            pipeline.turn_cost,
+            known.calibration,
+            pace,
+            most,
+            n=n_accepted,
+            expected=expected,
+            seconds=seconds,
         )
 
     def _tell(self, state: RequestState, drafter: int, message: DrafterMessage, messages: list[ToDrafter]) -> None:

@@ -4,10 +4,13 @@ Ahead, which is usual, draft tokens go in while earlier ones are verified: the p
 works. Ranks that share a machine slow each other down that way. In turn, a root waits for its draft tokens and is
 verified with them, and nothing else is computed meanwhile. Where rows cost little, that can be faster.
 
-The time per token is learned for both ways. Until enough is known about a way, it is assumed to be as fast as if ranks
-did not slow each other down, so it gets tried. What is known about the way that is not in use is slowly forgotten, so
-it is tried again now and then. In turn, the expected number of accepted tokens counts, by the draft tokens'
-probabilities, not the actual one: a round takes about as long whatever is accepted, so a few rounds show the speed.
+Runs take less time in turn, so each way has run costs of its own (`PipelineState`). The expected time of a token
+follows from these, the drafter's pace and its agreement. How much longer tokens really take is learned for each way.
+Run costs and what is learned are kept for later requests. Until enough is known about a way, it is assumed to be as
+fast as if ranks did not slow each other down, so it gets tried. What is known about the way that is not in use is
+slowly forgotten, so it is tried again now and then. In turn, the expected number of accepted tokens counts, by the
+draft tokens' probabilities, not the actual one: a round takes about as long whatever is accepted, so a few rounds show
+the speed.
 """
 
 from __future__ import annotations
@@ -19,15 +22,20 @@ from ggpipe.core.batching.rows import usual_chain
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.run_cost import RunCost
 
+_TRUSTED = 4.0
+"""Tokens of a way after which its run costs count as much as what is assumed about them. With 8, trials cost 2 % more
+in the first 512 tokens of an engine (simulated: two cores, rows free, 80 % right)."""
+_SLOW_DOWN = 0.6
+"""Run times in turn relative to those ahead, as long as nothing is known about turns. On two cores that two ranks and a
+draft share, it is 0.65 (simulated)."""
+_TRIAL = 8
+"""Tokens for which a way is kept at least: the first run in it overlaps those of the other way."""
 _PRIOR = 32.0
-"""Weight of the expected time per token, in tokens."""
+"""Tokens of a way after which their time counts as much as the expected one."""
 _REMEMBERED = 256.0
 """Tokens of a way that are remembered. Beyond that, earlier ones count half."""
 _FORGET = 0.998
 """Share of what is known about a way that remains after each token of the other way."""
-_HOPE = 0.85
-"""Factor on the expected time of a token in turn while drafters draft ahead: run times and the drafter's pace are then
-learned while all ranks compute."""
 _STILL_DRAFTED = 0.5
 """Least path probability of draft tokens where none pays in turn: a drafter that drafts a little is still judged."""
 _CLEARLY_LESS = 0.97
@@ -53,20 +61,22 @@ def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -
         gain += probability
         token_s = (cost.length * cost.time(1 + n) + first_s + (n - 1) * next_s) / gain
         if token_s < best.token_s:
-            best = Turn(n, token_s, next_s / token_s)
+            row_s = (cost.time(1 + n) - cost.time(1)) / n
+            best = Turn(n, token_s, (next_s + cost.length * row_s) / token_s)
     return best
 
 
 def ahead_token_s(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -> float:
     """The least time per token while drafters draft ahead: runs of equal length fill all stages, and each is needed
-    with the probability that all tokens of the run before it are right."""
-    next_s, right = pace.next_s or 0.0, calibration.agreement
+    with the probability that all tokens of the run before it are right. After a wrong one, drafting starts anew."""
+    first_s, next_s, right = pace.first_s or 0.0, pace.next_s or 0.0, calibration.agreement
     gain, token_s = 0.0, math.inf
     for n, probability in enumerate((1.0, *usual_chain(calibration, most - 1)), 1):
         gain += probability
         all_right = probability * right
         run_s = max(cost.time(n), n * next_s)
-        token_s = min(token_s, run_s * (cost.length * (1 - all_right) + all_right) / gain)
+        late_s = cost.length * run_s + (first_s + (n - 2) * next_s if n > 1 else 0.0)
+        token_s = min(token_s, (late_s * (1 - all_right) + run_s * all_right) / gain)
     return token_s
 
 
@@ -75,22 +85,26 @@ class _Way:
     """Recent tokens of one way, and their time."""
 
     n_tokens: float = 0.0
-    seconds: float = 0.0
+    n_expected: float = 0.0
+    """Tokens that were expected in that time."""
 
-    def add(self, n_tokens: float, seconds: float) -> None:
+    def add(self, n_tokens: float, n_expected: float) -> None:
         if self.n_tokens > _REMEMBERED:
             self.keep(0.5)
         self.n_tokens += n_tokens
-        self.seconds += seconds
+        self.n_expected += n_expected
 
     def keep(self, share: float) -> None:
         """Give what is known less weight."""
         self.n_tokens *= share
-        self.seconds *= share
+        self.n_expected *= share
 
-    def token_s(self, expected_s: float) -> float:
-        """Time per token, given the expected one."""
-        return (_PRIOR * expected_s + self.seconds) / (_PRIOR + self.n_tokens)
+    def token_s(self, expected_s: float, assumed_s: float | None = None) -> float:
+        """Time per token: `expected_s` by this way's run costs, as far as these are known; else `assumed_s`, or the
+        same for None."""
+        known = 1.0 if assumed_s is None else self.n_tokens / (_TRUSTED + self.n_tokens)
+        slower = (_PRIOR + self.n_expected) / (_PRIOR + self.n_tokens)
+        return known * expected_s * slower + (1 - known) * (assumed_s or 0.0)
 
 
 @dataclass(slots=True)
@@ -101,10 +115,13 @@ class Turns:
     """Drafters and target take turns."""
     _ahead: _Way = field(default_factory=_Way)
     _turns: _Way = field(default_factory=_Way)
+    _n_since: int = _TRIAL
+    """Tokens since the way was changed."""
 
     def accepted(
         self,
-        cost: RunCost,
+        ahead: RunCost,
+        in_turn: RunCost,
         calibration: Calibration,
         pace: Pace,
         most: int,
@@ -114,15 +131,27 @@ class Turns:
         seconds: float,
     ) -> None:
         """`n` tokens of the only request were accepted where `expected` were expected, `seconds` after the ones before.
-        `most`: draft tokens in a run, at most."""
-        if pace.next_s is None:
+        `ahead`, `in_turn`: what runs take in either way. `most`: draft tokens in a run, at most."""
+        if pace.next_s is None or not ahead.is_known:
             return  # it has not drafted yet
-        used, other = (self._turns, self._ahead) if self.in_turn else (self._ahead, self._turns)
-        used.add(expected if self.in_turn else n, seconds)
-        other.keep(_FORGET**n)
-        ahead_s = self._ahead.token_s(ahead_token_s(cost, calibration, pace, most))
-        turn_s = self._turns.token_s(usual_turn(cost, calibration, pace, most).token_s * (1 if self.in_turn else _HOPE))
+        if not in_turn.is_known:
+            in_turn = ahead
+        ahead_s = ahead_token_s(ahead, calibration, pace, most)
+        turn = usual_turn(in_turn, calibration, pace, most)
+        self._n_since += n
+        if self._n_since > n:  # else they still come from runs of the other way
+            used, other = (self._turns, self._ahead) if self.in_turn else (self._ahead, self._turns)
+            used.add(expected if self.in_turn else n, seconds / (turn.token_s if self.in_turn else ahead_s))
+            other.keep(_FORGET**n)
+        if self._n_since < _TRIAL:
+            return
         if self.in_turn:
-            self.in_turn = turn_s * _CLEARLY_LESS <= ahead_s
+            turn_s = self._turns.token_s(turn.token_s)
+            ahead_s = self._ahead.token_s(ahead_s, ahead_token_s(in_turn, calibration, pace, most))
+            changes = not turn.n or ahead_s < turn_s * _CLEARLY_LESS
         else:
-            self.in_turn = turn_s < ahead_s * _CLEARLY_LESS
+            ahead_s = self._ahead.token_s(ahead_s)
+            assumed_s = usual_turn(ahead, calibration, pace, most).token_s * _SLOW_DOWN
+            changes = turn.n > 0 and self._turns.token_s(turn.token_s, assumed_s) < ahead_s * _CLEARLY_LESS
+        if changes:
+            self.in_turn, self._n_since = not self.in_turn, 0

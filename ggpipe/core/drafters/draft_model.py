@@ -163,7 +163,8 @@ class DraftModel:
 
     def _is_stuck(self, state: DraftState) -> bool:
         """Whether no draft tokens can follow until another token is accepted, given that none are on their way."""
-        return not state.overlaps or (not state.tree.root.children and state.retry_at is None)
+        in_turn = not state.overlaps or state.least_path > 0
+        return in_turn or (not state.tree.root.children and state.retry_at is None)
 
     def _more_comes(self, state: DraftState) -> bool:
         """Whether draft tokens may follow without another message."""

@@ -203,7 +203,7 @@ class DraftState:
         probabilities: list[float] = []
         for token, prob in found:
             probability = self.calibration.probability(prob)
-            if token in ends or prob < p_accept or path * probability < max(self.least_path, _LEAST_PATH):
+            if token in ends or prob < p_accept or path * probability < _LEAST_PATH:
                 break
             probabilities.append(probability)
         return probabilities
