@@ -40,6 +40,13 @@ def test_a_turn_takes_what_its_rows_and_their_drafting_are_worth() -> None:
     assert 0 < free.least_path < usual_turn(cost_of(0.0), known, pace_of(0.3), MOST).least_path
 
 
+def test_a_path_is_no_less_than_0_where_longer_runs_seem_to_take_less_time() -> None:
+    cost = RunCost()
+    for n in range(1, MOST + 2):
+        cost.ended(n, 1 / n, 2 / n)
+    assert usual_turn(cost, Calibration(), pace_of(0.0), MOST).least_path >= 0
+
+
 def test_ahead_is_never_slower_than_in_turn_where_nothing_slows_ranks_down() -> None:
     for row_s in (0.0, 0.1, 0.3, 0.9):
         for n_stages in (2, 4, 8):

@@ -61,7 +61,7 @@ def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -
         gain += probability
         token_s = (cost.length * cost.time(1 + n) + first_s + (n - 1) * next_s) / gain
         if token_s < best.token_s:
-            row_s = (cost.time(1 + n) - cost.time(1)) / n
+            row_s = max(cost.time(1 + n) - cost.time(1), 0.0) / n  # measured times can fall
             best = Turn(n, token_s, (next_s + cost.length * row_s) / token_s)
     return best
 
