@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Mapping
 
-from ggpipe.display.live.terminal import open_launcher_stderr
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated, Wording
 from ggpipe.launch.environment import is_served, rank_in_environment
 from ggpipe.options.table import OPTIONS
@@ -46,8 +45,10 @@ def warn(message: str | Wording) -> None:
 
 def print_past_mpirun(error: GgpipeError) -> None:
     """Call this before printing anything after an error: mpirun forwards no output while it terminates its ranks."""
-    if isinstance(error, Terminated) and (stderr := open_launcher_stderr()) is not None:
-        sys.stderr = stderr
+    if isinstance(error, Terminated):
+        from ggpipe.display.live.terminal import open_launcher_stderr  # Rich is slow to import
+
+        sys.stderr = open_launcher_stderr() or sys.stderr
 
 
 def report(error: GgpipeError) -> None:

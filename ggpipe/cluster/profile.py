@@ -23,8 +23,7 @@ Layers = tuple[Count, Count]
 """First layer, and one past the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(msgspec.Struct, frozen=True):
     """The mean time in libllama's decode of a run of `rows` tokens after `n_past` tokens."""
 
     rows: Positive
@@ -60,8 +59,7 @@ class ModelFacts:
         return sum(self.layer_bytes[a:b]) + (self.output_bytes if a < b == self.n_layer else 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class Kernels(msgspec.Struct, frozen=True, kw_only=True):
     """Settings, other than threads, that affect the time of a run. See `ContextConfig` and `ModelConfig`."""
 
     cache_type_k: str = "f16"
@@ -125,8 +123,7 @@ class RankProfile:
     that does not fit into this rank's memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkProfile:
+class LinkProfile(msgspec.Struct, frozen=True):
     """Messages from one rank to another."""
 
     source: Count
@@ -137,16 +134,14 @@ class LinkProfile:
     """Throughput of a large message, excluding latency."""
 
 
-@dataclass(frozen=True, slots=True)
-class SumPoint:
+class SumPoint(msgspec.Struct, frozen=True):
     """The median time of a sum of `rows` rows with `ModelFacts.n_embd` values each."""
 
     rows: Positive
     seconds: Annotated[float, Meta(gt=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSums:
+class DecodeSums(msgspec.Struct, frozen=True):
     """Mean times of a sum of one row inside decodes of a group of two ranks."""
 
     wait_s: Seconds

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from ggpipe.config.engine import Saves
@@ -28,8 +26,7 @@ class Expansion(msgspec.Struct, frozen=True):
     candidates: Candidates
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Draft tokens on their way to the head, parents before children."""
 
     request: int
@@ -42,8 +39,7 @@ class MicroBatch:
     """Which drafter drafted them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class VocabOutline:
+class VocabOutline(msgspec.Struct, frozen=True, kw_only=True):
     """The properties by which two vocabularies are compared."""
 
     kind: int
@@ -60,8 +56,7 @@ class VocabOutline:
     """Whether the model's memory can remove the end of a sequence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabularies:
+class Vocabularies(msgspec.Struct, frozen=True):
     """The tokens of a target and of its draft: the same ids name the same tokens, and one may have a few more.
 
     Chat fine-tunes add tokens such as `<|im_end|>` that a draft for the base model does not have. The draft reads
@@ -82,8 +77,7 @@ class Vocabularies:
         return tuple(range(self.n_target, self.n_draft))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginDrafting:
+class BeginDrafting(msgspec.Struct, frozen=True, kw_only=True):
     """A request to draft for."""
 
     request: int
@@ -103,8 +97,7 @@ class BeginDrafting:
     """As in `Request`. Unless it is nothing, one `Save` follows, which may have no tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True):
     """Tokens that the target added to the text since the last such message."""
 
     request: int
@@ -119,8 +112,7 @@ class Accepted:
     """For each of the tokens, the target's run and row whose logits it was sampled from."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndDrafting:
+class EndDrafting(msgspec.Struct, frozen=True):
     """No more draft tokens are needed for this request."""
 
     request: int

@@ -1,8 +1,11 @@
-"""What happens to the head's scheduler (events), and what it wants done (actions)."""
+"""What happens to the head's scheduler (events), and what it wants done (actions).
+
+They are msgspec structs, as the messages of `messages.py` are, and for the same reason.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from ggpipe.core.draft_messages import DrafterMessage, MicroBatch
 from ggpipe.core.dropped_rows import DeadRow
@@ -13,27 +16,24 @@ from ggpipe.core.request import Counters, DraftCheck, Finish, Request
 # Events
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True):
     """A request came in. `logits_request`: what sampling its first token takes. `counters`: to be kept up to date for
     it."""
 
     request: Request
     logits_request: LogitsRequest
-    counters: Counters = field(default_factory=Counters)
+    counters: Counters = msgspec.field(default_factory=Counters)
     draft_check: DraftCheck | None = None
     """Says which draft tokens may be sampled; None: all may."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnded:
+class RunEnded(msgspec.Struct, frozen=True):
     """A run's result is back, or its marker when it was cancelled."""
 
     result: RunResult
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """A token was sampled as asked. `end`: it ends the text. `logits_request`: what sampling the one after it takes.
     `stop`: the output ends with this token, in a stop string."""
 
@@ -44,44 +44,38 @@ class Sampled:
     stop: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RowNeeded:
+class RowNeeded(msgspec.Struct, frozen=True):
     """Sampling a request's next token takes the whole row."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class RowFetched:
+class RowFetched(msgspec.Struct, frozen=True):
     """The whole row came back that was fetched for a request."""
 
     request: int
     row: RowLogits
 
 
-@dataclass(frozen=True, slots=True)
-class NoToken:
+class NoToken(msgspec.Struct, frozen=True):
     """No token can be sampled for a request: its grammar allows none."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
+class Drafted(msgspec.Struct, frozen=True):
     """A drafter sent draft tokens."""
 
     micro_batch: MicroBatch
 
 
-@dataclass(frozen=True, slots=True)
-class StopRequest:
+class StopRequest(msgspec.Struct, frozen=True):
     """The user wants no more of a request, or of an order."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """The time has come that `wake_at` named: the scheduler's, or a drafter's."""
 
 
@@ -95,23 +89,20 @@ SchedulerEvent = (
 # Actions
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitRun:
+class SubmitRun(msgspec.Struct, frozen=True):
     """Put a run into the pipeline."""
 
     run: Run
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """Sample a request's next token from a row that came back, then answer with `Sampled`, `RowNeeded` or `NoToken`."""
 
     request: int
     row: RowLogits
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """Have the last stage send the whole row of a run that it kept; `RowFetched` follows."""
 
     request: int
@@ -119,24 +110,21 @@ class Fetch:
     row: int
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
+class Replay(msgspec.Struct, frozen=True):
     """The rows that a resumed request's next tokens were drawn from, in order."""
 
     request: int
     rows: tuple[RowLogits, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Embed:
+class Embed(msgspec.Struct, frozen=True):
     """The next rows of hidden states that a request's embedding is made of, in order."""
 
     request: int
     rows: tuple[RowLogits, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True):
     """A token of the answer is certain. `drafters`: those that had named it, if it was in the pipeline before it was
     sampled."""
 
@@ -145,8 +133,7 @@ class Emit:
     drafters: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRuns:
+class CancelRuns(msgspec.Struct, frozen=True):
     """Runs whose results are not needed any more: stages skip or stop them."""
 
     runs: tuple[int, ...]
@@ -154,23 +141,20 @@ class CancelRuns:
     """Rows of other runs that are not needed any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToDrafter:
+class ToDrafter(msgspec.Struct, frozen=True):
     """Send this to a drafter, by its id."""
 
     drafter: int
     message: DrafterMessage
 
 
-@dataclass(frozen=True, slots=True)
-class RunDone:
+class RunDone(msgspec.Struct, frozen=True):
     """A run with rows ended. For statistics: a record for each request that had rows in it."""
 
     records: tuple[RunRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """A request is over; nothing of it is in flight."""
 
     request: int

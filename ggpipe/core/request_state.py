@@ -21,7 +21,9 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from ggpipe.core.draft_messages import BeginDrafting, MicroBatch
 from ggpipe.core.drafters.request_drafters import RequestDrafters
@@ -311,7 +313,7 @@ class RequestState(SequenceState):
         if depth < 0:
             return self.logits_request if position in self.request.wanted else None
         if self.request.logits_request_grows and self.logits_request.kind is LogitsKind.TOP:
-            return replace(self.logits_request, n=self.logits_request.n + depth)
+            return structs.replace(self.logits_request, n=self.logits_request.n + depth)
         return self.logits_request
 
     def begin(self, n_ctx: int, look_ahead: int) -> BeginDrafting:

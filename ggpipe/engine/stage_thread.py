@@ -6,7 +6,9 @@ import collections
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec import structs
 
 from ggpipe.core.dropped_rows import DeadRow
 from ggpipe.core.events import CancelRuns
@@ -25,16 +27,14 @@ _POLL_QUIET_S = 50e-3
 _NAMING_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
+class Loading(msgspec.Struct, frozen=True):
     """How far the stage's loading is."""
 
     done_bytes: int
     all_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """The stage is ready."""
 
     stage: Stage
@@ -42,45 +42,39 @@ class Loaded:
     restored: Restored
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
+class Passed(msgspec.Struct, frozen=True):
     """A run is computed and its message ready for the next rank."""
 
     message: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class ResultReady:
+class ResultReady(msgspec.Struct, frozen=True):
     """A run is through: this was the last stage."""
 
     result: RunResult
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(msgspec.Struct, frozen=True):
     """A whole row of a run that is through, for a request."""
 
     request: int
     row: RowLogits
 
 
-@dataclass(frozen=True, slots=True)
-class PartDone:
+class PartDone(msgspec.Struct, frozen=True):
     """A run is computed, and another part of our group sends it on."""
 
     run: int
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class InputsReady:
+class InputsReady(msgspec.Struct, frozen=True):
     """Inputs of this stage's layers in a run that is computed, ready for a draft head."""
 
     message: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(msgspec.Struct, frozen=True):
     """A sequence of a request is on disk, or restored, or `problem` says why it is not."""
 
     request: int
@@ -89,8 +83,7 @@ class Saved:
     """Size of the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageFailed:
+class StageFailed(msgspec.Struct, frozen=True):
     """Loading or a run failed; nothing more is computed."""
 
     error: GgpipeError
@@ -100,8 +93,7 @@ RunNotice = Passed | ResultReady | PartDone | Fetched | InputsReady
 Notice = Loading | Loaded | RunNotice | Saved | StageFailed
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(msgspec.Struct, frozen=True):
     run: Run
     header: bytes
     spans: tuple[Span, ...]
@@ -210,9 +202,9 @@ class StageThread:
             while (job := self._next_job()) is not None:
                 self._computing, save = job.run.id, job.run.save
                 run, dead = self._decided(job.run)
-                job = replace(job, run=run, dead=dead)
+                job = structs.replace(job, run=run, dead=dead)
                 if isinstance(save, Save) and job.run.cancelled:
-                    save = replace(save, tokens=())  # they are not computed
+                    save = structs.replace(save, tokens=())  # they are not computed
                 outcome = self._compute(stage, job)
                 self._computing, self._last_done = None, job.run.id
                 self._last_active = time.monotonic()
@@ -250,7 +242,7 @@ class StageThread:
         self._dead_rows.difference_update([row for row in known if row[0] <= run.id])
         if self._group is not None and not run.cancelled and (run.rows or run.save is not None):
             cancelled, dead = self._group.agree(cancelled, dead, len(run.rows))
-        return replace(run, cancelled=True) if cancelled else run, dead
+        return structs.replace(run, cancelled=True) if cancelled else run, dead
 
     def _save(self, stage: Stage, save: Save | Restore) -> Saved:
         files, problem, n_bytes = self._prefix_files, "", 0
@@ -307,7 +299,7 @@ class StageThread:
         outcome = stage.decode(run, job.incoming, headroom, job.dead)
         self._last_run_s = outcome.compute_s
         if outcome.cancelled and not run.cancelled:
-            run = replace(run, cancelled=True)
+            run = structs.replace(run, cancelled=True)
         if header and outcome.dropped:
             header = codec.header_without(header, len(run.rows), outcome.dropped)
         n_rows = 0 if run.cancelled else len(run.rows) - len(outcome.dropped)

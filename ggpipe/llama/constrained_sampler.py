@@ -15,9 +15,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
@@ -86,9 +87,9 @@ class ConstrainedSampler:
         named = self._listed if self._is_narrow else None
         if self._asked is None or self._asked[0] is not logits_request or self._asked[1] is not named:
             if named is None:
-                asked = replace(logits_request, n=max(_MORE * logits_request.n, _LEAST), keeps=True)
+                asked = structs.replace(logits_request, n=max(_MORE * logits_request.n, _LEAST), keeps=True)
             else:
-                asked = replace(logits_request, keeps=True, also=tuple(named.union(logits_request.also)))
+                asked = structs.replace(logits_request, keeps=True, also=tuple(named.union(logits_request.also)))
             self._asked = logits_request, named, asked
         return self._asked[2]
 
@@ -184,12 +185,12 @@ class ConstrainedSampler:
         masked = np.full_like(logits, -np.inf)
         masked[best] = logits[best]
         if logits_request.kind is LogitsKind.FULL:
-            return replace(row, logits=masked)
+            return structs.replace(row, logits=masked)
         order = np.lexsort((best, -logits[best]))
         ids = best[order][:n]
         if len(ids) < n:
             ids = np.concatenate((ids, np.flatnonzero(np.isneginf(masked))[: n - len(ids)].astype(np.int32)))
-        return replace(row, ids=tuple(ids.tolist()), logits=tuple(masked[ids].tolist()))
+        return structs.replace(row, ids=tuple(ids.tolist()), logits=tuple(masked[ids].tolist()))
 
     @property
     def probs(self) -> tuple[tuple[int, float], ...]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
@@ -129,7 +130,7 @@ class BlockStage(HeadStage):
         found: list[RowLogits] = []
         if status == 0:
             first, *later = [best_of(number, self._logits(i), logits_request) for i in range(1, n)]
-            found = [replace(first, later=tuple(later))]
+            found = [structs.replace(first, later=tuple(later))]
         for seq in last.seqs:
             for id in self._ids(seq):
                 lib.llama_memory_seq_rm(self._memory, id, last.pos + 1, -1)

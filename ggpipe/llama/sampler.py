@@ -7,10 +7,10 @@ import ctypes
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from ggpipe.config.sampling import SamplingConfig
@@ -187,7 +187,7 @@ class Sampler:
         """The logits that replaying `n` tokens and sampling the next one need."""
         logits_request = self.logits_request()
         return (
-            replace(logits_request, n=logits_request.n + n)
+            structs.replace(logits_request, n=logits_request.n + n)
             if self.logits_request_grows and logits_request.kind is LogitsKind.TOP
             else logits_request
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from ggpipe.config.context import ContextConfig
@@ -254,7 +255,9 @@ class Stage:
         if len(dropped) == len(run.rows):
             return Outcome(bytearray(headroom), (), 0.0, True)
         self._numbers = kept(range(len(run.rows)), dropped)
-        return self._decode(replace(run, rows=kept(run.rows, dropped)) if dropped else run, incoming, headroom, dropped)
+        return self._decode(
+            structs.replace(run, rows=kept(run.rows, dropped)) if dropped else run, incoming, headroom, dropped
+        )
 
     def _decode(
         self, run: Run, incoming: bytes | bytearray | memoryview | None, headroom: int, dropped: frozenset[int]
@@ -284,7 +287,7 @@ class Stage:
         inputs = self._layer_inputs.of_run(len(run.rows)) if self._layer_inputs is not None else ()
         rows = self._extract(run) if self.is_last else ()
         if dropped:
-            rows = tuple(replace(row, row=self._numbers[row.row]) for row in rows)
+            rows = tuple(structs.replace(row, row=self._numbers[row.row]) for row in rows)
             inputs = tuple(with_dropped(states, self._numbers, len(dropped)) for states in inputs)
         return Outcome(outgoing, rows, compute_s, False, inputs, dropped)
 
@@ -349,9 +352,9 @@ class Stage:
             if logits_request.kind is LogitsKind.HIDDEN:
                 continue
             if self.group and (logits_request.keeps or logits_request.also):
-                logits_request = replace(logits_request, kind=LogitsKind.FULL)
+                logits_request = structs.replace(logits_request, kind=LogitsKind.FULL)
             logits_requests.append(logits_request)
-            own = replace(
+            own = structs.replace(
                 logits_request, banned=tuple(id - first for id in logits_request.banned if first <= id < first + n_own)
             )
             logits = self._logits(i)[first : first + n_own]
@@ -381,7 +384,7 @@ class Stage:
             if index < 0 or not (logits_request := run.logits_requests[index]).keeps:
                 continue
             whole = self._gathered[place] if self.group else whole_row(place, self._logits(place), logits_request)
-            found[number] = replace(whole, row=number)
+            found[number] = structs.replace(whole, row=number)
         return found
 
     def _logits(self, row: int) -> NDArray[np.float32]:

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from ggpipe.config.context import MAX_SEQUENCES, MAX_STATES
 from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.config.speculation import SpeculationConfig
@@ -297,7 +299,9 @@ class _Simulation:
         last, groups = -1, self._groups[model]
         for record in records:
             if groups or model != TARGET:
-                record = replace(record, spans=(*record.spans, *_other_parts(record.spans, groups)), model=model)
+                record = structs.replace(
+                    record, spans=(*record.spans, *_other_parts(record.spans, groups)), model=model
+                )
             active = self._active[record.request]
             (active.stats.runs if model == TARGET else active.stats.draft_runs).append(record)
             for span in record.spans:
@@ -320,7 +324,7 @@ def _other_parts(spans: Sequence[Span], groups: Mapping[int, Sequence[int]]) -> 
     """The spans of the parts that do not send runs on: as long as part 0's."""
     for span in spans:
         for rank in groups.get(span.rank, ()):
-            yield replace(span, rank=rank, sent_bytes=0)
+            yield structs.replace(span, rank=rank, sent_bytes=0)
 
 
 def _answer(row: int) -> RowLogits:

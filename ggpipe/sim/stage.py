@@ -6,7 +6,9 @@ import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from ggpipe.cluster.links import Overheads
 from ggpipe.core.dropped_rows import kept, rows_in_group
@@ -192,7 +194,7 @@ class VirtualStage:
     def _skip(self, job: _Job) -> None:
         for part, task in job.tasks.items():
             part.cores.stop(task)
-        job.run = replace(job.run, cancelled=True)
+        job.run = structs.replace(job.run, cancelled=True)
         self._done(job)
 
     def _next(self) -> None:
@@ -202,7 +204,7 @@ class VirtualStage:
         job.start_s = self._clock.now
         run = job.run
         if run.id in self._cancelled and not run.cancelled:
-            run = job.run = replace(run, cancelled=True)
+            run = job.run = structs.replace(run, cancelled=True)
         run = job.run = self._without_dead_rows(run)
         job.rows = kept(run.rows, run.dropped)
         bare = run.cancelled or not run.rows
@@ -234,7 +236,7 @@ class VirtualStage:
         if self._group is not None:
             n_more = rows_in_group(n_rows - len(dead), n_rows) - (n_rows - len(dead))
             dead = set(sorted(dead)[n_more:])
-        return replace(run, dropped=run.dropped | dead, cancelled=len(dead) == n_rows)
+        return structs.replace(run, dropped=run.dropped | dead, cancelled=len(dead) == n_rows)
 
     def _decode(self, job: _Job, part: StagePart, changed: bool, rested: bool) -> None:
         if self._current is not job:

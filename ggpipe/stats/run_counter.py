@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from ggpipe.config.model import TARGET
 from ggpipe.core.messages import RunRecord, Span
@@ -64,7 +65,7 @@ class RunCounter:
         more = pipeline.spans_of(records[0].id)
         for i, record in enumerate(records):
             if more or model != TARGET:
-                record = replace(record, spans=(*record.spans, *more), model=model)
+                record = structs.replace(record, spans=(*record.spans, *more), model=model)
             stats = self._stats_of(record.request)
             if stats is not None:
                 (stats.runs if model == TARGET else stats.draft_runs).append(record)

@@ -7,10 +7,11 @@ import json
 import math
 import os
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 from support.screen import Rig, finished_request, speculated_request, speculating_ranks, two_ranks
 
@@ -81,7 +82,9 @@ def test_wasted_is_cancelled_runs_and_the_share_of_rejected_rows() -> None:
     assert wasted[1, False] == pytest.approx(0.1 / 4)
     assert wasted[0, True] == pytest.approx(0.02)
     stats.counters.rejected_rows = {1: 7, 2: 4, 3: 2}  # more rows than it had are all of them
-    stats.runs[0] = replace(stats.runs[0], n_run_rows=2 * stats.runs[0].n_rows, cancelled=True)  # half is another's
+    stats.runs[0] = structs.replace(
+        stats.runs[0], n_run_rows=2 * stats.runs[0].n_rows, cancelled=True
+    )  # half is another's
     assert wasted_s(stats)[1, False] == pytest.approx(0.1 / 2 + 0.1)
     assert wasted_s(finished_request()) == {}
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from support.screen import finished_request, speculated_request, speculating_ranks, two_ranks
 
 from ggpipe.core.messages import RunRecord, Span
@@ -223,7 +223,7 @@ def test_runs_in_flight_are_counted() -> None:
 def test_a_head_that_only_coordinates() -> None:
     stats = speculated_request()
     stats.draft_runs = []
-    stats.runs = [replace(run, spans=run.spans[1:]) for run in stats.runs]
+    stats.runs = [structs.replace(run, spans=run.spans[1:]) for run in stats.runs]
     ranks = [
         RankStats(rank=0, host="a"),
         RankStats(rank=1, model=0, host="b", layers=(0, 16), clock_offset_s=100.0),
@@ -234,7 +234,9 @@ def test_a_head_that_only_coordinates() -> None:
 
 def test_a_rank_of_the_draft_alone() -> None:
     stats = speculated_request()
-    stats.draft_runs = [replace(run, spans=(replace(run.spans[0], rank=2),)) for run in stats.draft_runs]
+    stats.draft_runs = [
+        structs.replace(run, spans=(structs.replace(run.spans[0], rank=2),)) for run in stats.draft_runs
+    ]
     ranks = [*two_ranks(), RankStats(rank=2, model=1, host="c", layers=(0, 4), clock_offset_s=0.01)]
     found = [e for e in events(stats, ranks) if e["pid"] == 2]
     assert {e["tid"] for e in found} == {202}
@@ -309,7 +311,7 @@ RUNS = st.lists(
 def test_any_numbers_make_a_sound_trace(
     runs: list[RunRecord], draft_runs: list[RunRecord], ended: float | None, tokens: list[float]
 ) -> None:
-    runs = [replace(run, model=0) for run in runs]
+    runs = [structs.replace(run, model=0) for run in runs]
     stats = RequestStats(runs=runs, draft_runs=draft_runs, ended=ended, token_times=tokens)
     found = events(stats, [RankStats(rank=i, clock_offset_s=i / 7) for i in range(3)])
     n_slices = sum(e["ph"] == "X" and e["cat"].startswith("run") for e in found)

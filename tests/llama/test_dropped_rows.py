@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.pipeline import HEADROOM, Pipeline, even_cuts
 from support.reference import Logits
 from support.zoo import ZOO, make
@@ -48,7 +49,7 @@ class Text:
             outcome = (group or stage).decode(run, incoming, HEADROOM, dead if i >= drops_from else frozenset())
             assert run.dropped <= outcome.dropped <= dead
             self.n_dropped[i] += len(outcome.dropped)
-            run, incoming = replace(run, dropped=outcome.dropped), outcome.outgoing[HEADROOM:]
+            run, incoming = structs.replace(run, dropped=outcome.dropped), outcome.outgoing[HEADROOM:]
         live = {row.row: row.logits for row in outcome.rows if row.row not in dead}
         assert list(live) == [number for number in range(len(rows)) if number not in dead]
         return np.array(list(live.values()))

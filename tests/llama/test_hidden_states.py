@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 from support.pipeline import Pipeline, even_cuts
 from support.reference import Reference, run_of
 from support.zoo import ZOO, make
@@ -40,10 +40,10 @@ def test_hidden_states_are_libllamas(name: str, tmp_path: Path) -> None:
     cuts = () if name == "mamba2" else even_cuts(ZOO[name].n_layer, 2)
     fields = {"n_seq_max": 2, "kv_unified": True, "swa_full": True}
     with Pipeline(path, cuts, context) as pipeline, Reference(path, 256, context=fields) as reference:
-        alone = replace(run_of(1, range(5, 38), 0), logits_requests=(HIDDEN,))
+        alone = structs.replace(run_of(1, range(5, 38), 0), logits_requests=(HIDDEN,))
         np.testing.assert_array_equal(pipeline.decode(alone), reference.hidden(alone))
         shared = run_of(2, range(40, 49), 33) if name in RECURRENT else both(2, range(40, 49), 33)
-        shared = replace(shared, logits_requests=(HIDDEN, FULL))
+        shared = structs.replace(shared, logits_requests=(HIDDEN, FULL))
         rows = pipeline.outcome(shared).rows
         states = iter(reference.hidden(shared))
         for row in rows:
@@ -61,14 +61,14 @@ def test_rows_that_want_nothing_are_not_given_out(tmp_path: Path) -> None:
     with Reference(path, 256, exact=True) as reference:
         libllamas = reference.hidden(prompt)[-1]
         logits = reference.decode(run_of(2, (9,), 33))[0]
-    prompt = replace(
+    prompt = structs.replace(
         prompt,
-        rows=tuple(msgspec.structs.replace(row, logits_request=-1) for row in prompt.rows[:-1]) + prompt.rows[-1:],
+        rows=tuple(structs.replace(row, logits_request=-1) for row in prompt.rows[:-1]) + prompt.rows[-1:],
     )
     states = []
     for cuts, shares in (((), ()), ((1,), ()), ((), [(0.5, 0.5)])):
         with Pipeline(path, cuts, replace(context, exact=not shares), shares=shares) as pipeline:
-            (row,) = pipeline.outcome(replace(prompt, logits_requests=(HIDDEN,))).rows
+            (row,) = pipeline.outcome(structs.replace(prompt, logits_requests=(HIDDEN,))).rows
             assert row.row == 32
             states.append(row.logits)
             other = Row(token=9, pos=33, seqs=(0,), request=1, logits_request=1)

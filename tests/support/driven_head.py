@@ -7,7 +7,8 @@ import collections
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec import structs
 
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, MicroBatch
@@ -93,7 +94,7 @@ class Driven(DrafterDriver):
 
     def _answer(self, i: int, row: Row, want: LogitsRequest, history: Tokens) -> RowLogits:
         first, *later = [self._say(i, history[-1:], want.n, ahead) for ahead in range(want.n_positions)]
-        return replace(first, later=tuple(later))
+        return structs.replace(first, later=tuple(later))
 
     def _say(self, i: int, last: Tokens, n: int, ahead: int) -> RowLogits:
         """What it says of the token after the next ones, `ahead` of them: those that it finds most probable."""

@@ -9,7 +9,9 @@ import collections
 import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from ggpipe.core.dropped_rows import DeadRow, kept
 from ggpipe.core.events import CancelRuns
@@ -72,7 +74,7 @@ class FakeStage:
         for op in run.ops:
             self.cache.apply(op)
         if run.id in self.cancelled:
-            run = replace(run, cancelled=True)
+            run = structs.replace(run, cancelled=True)
         if isinstance(run.save, Restore):
             assert not run.rows
             self.cache.restore(restorable(run.save), run.save.seq)
@@ -82,9 +84,9 @@ class FakeStage:
             self.saved.append(run.save)
         if run.cancelled or not run.rows:
             return self._through(run)
-        run = replace(run, dropped=run.dropped | self._dropped(run))
+        run = structs.replace(run, dropped=run.dropped | self._dropped(run))
         if len(run.dropped) == len(run.rows):
-            return self._through(replace(run, cancelled=True))
+            return self._through(structs.replace(run, cancelled=True))
         self.computing, self.histories = run, self.cache.decode(kept(run.rows, run.dropped))
         return None
 
@@ -119,7 +121,7 @@ class FakeStage:
         if self.computing is None or self.computing.id not in runs:
             return None
         self.cache.forget(kept(self.computing.rows, self.computing.dropped))
-        return self._through(replace(self.computing, cancelled=True))
+        return self._through(structs.replace(self.computing, cancelled=True))
 
     def _through(self, run: Run) -> Run:
         self.computing = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from msgspec import structs
 from rich.cells import get_character_cell_size
 from rich.console import Console
 
@@ -215,7 +216,7 @@ def speculated_request() -> RequestStats:
         finish=Finish.LENGTH,
         ranks=[RankStats(rank=0), RankStats(rank=1), RankStats(rank=0, model=1)],
         runs=runs,
-        draft_runs=[replace(run, model=1) for run in draft_runs],
+        draft_runs=[structs.replace(run, model=1) for run in draft_runs],
         drafted_by=[(), ("draft",), ("draft",), ()],
         speculation=SpeculationConfig(n_draft=3),
         counters=counters,

@@ -2,12 +2,12 @@
 
 import math
 import struct
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
@@ -161,7 +161,7 @@ def test_the_header_is_as_long_with_a_placeholder(run: Run, data: st.DataObject)
     others = data.draw(st.lists(SPANS.filter(len), min_size=len(spans), max_size=len(spans)))
     replaced = tuple(other[0] for other in others)
     placeholder = header(run, spans)
-    final = header(replace(run, cancelled=not run.cancelled), replaced)
+    final = header(structs.replace(run, cancelled=not run.cancelled), replaced)
     assert len(placeholder) == len(final)
 
 
@@ -262,10 +262,12 @@ def test_a_stage_drops_rows_of_a_run_on_its_way(data: st.DataObject, n_rows: int
     for numbers in dropped:
         own = codec.header_without(own, n_rows, numbers)
         read, passed_on, spans, at = codec.read_run(codec.header_with(own, (), False) + b"activations")
-        assert (read, passed_on, spans) == (replace(run, dropped=numbers), own, ())
+        assert (read, passed_on, spans) == (structs.replace(run, dropped=numbers), own, ())
         lengths.add((len(own), at))
     assert len(lengths) == 1, "the length depends on which rows are dropped"
-    assert codec.run_header(replace(run, dropped=dropped[-1])) == (own if dropped[-1] else codec.run_header(run))
+    assert codec.run_header(structs.replace(run, dropped=dropped[-1])) == (
+        own if dropped[-1] else codec.run_header(run)
+    )
 
 
 @pytest.mark.parametrize("version", [0, codec.VERSION + 1, 255])

@@ -6,23 +6,22 @@ without a model     the head's scheduler: each message is answered at once, with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from ggpipe.core.draft_messages import DrafterMessage, MicroBatch, Vocabularies
 from ggpipe.core.events import CancelRuns, RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.request import Limits
 
 
-@dataclass(frozen=True, slots=True)
-class ToHead:
+class ToHead(msgspec.Struct, frozen=True):
     """Draft tokens for the head."""
 
     micro_batch: MicroBatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadNeeds:
+class HeadNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """What a draft head reads of its target."""
 
     layers: tuple[int, ...]
@@ -33,8 +32,7 @@ class HeadNeeds:
     """Depth of the deepest draft token below the last verified one."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatesArrived:
+class StatesArrived(msgspec.Struct, frozen=True):
     """All hidden states of a run of the target are there, for a drafter that reads them. Runs arrive in order."""
 
     run: int
@@ -42,8 +40,7 @@ class StatesArrived:
     """Request and position of each row."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetStates:
+class ForgetStates(msgspec.Struct, frozen=True):
     """States of the target's runs before this one are not read any more."""
 
     before: int
@@ -65,8 +62,7 @@ class Drafter(Protocol):
         """When to send `Tick`, by the clock of `now`; None when only other events matter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPipeline:
+class DraftPipeline(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded draft model, as its drafter needs to know it."""
 
     limits: Limits

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
+from msgspec import structs
 
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, Candidates, Expansion
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ForgetStates, StatesArrived
@@ -188,7 +189,7 @@ class EagleHead(DraftModel):
     def _begin(self, begin: BeginDrafting) -> None:
         shift = min(self._shift, len(begin.prompt) - 1)
         cache_prompt = begin.cache_prompt and shift == self._shift
-        begin = replace(begin, prompt=begin.prompt[shift:], cache_prompt=cache_prompt)
+        begin = structs.replace(begin, prompt=begin.prompt[shift:], cache_prompt=cache_prompt)
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
         state = self._state.of(begin, prefix)
         state.horizon, state.shift, state.n_known = self._horizon, shift, max(prefix.n_tokens, 1 - shift)
