@@ -64,6 +64,17 @@ class Evaluation:
     """Mean time to first token."""
     busy_s: tuple[float, ...]
     """Decode time of the first rank of each stage with layers, in order."""
+    first_tokens_per_s: float
+    """`tokens_per_s` of the first output alone."""
+    is_whole: bool
+    """False: the simulation was given up after the first output."""
+
+    def beats(self, other: Evaluation, factor: float = 1.0) -> bool:
+        """Whether the candidate is more than `factor` times as fast as another one, whose result is whole."""
+        return self.is_whole and self.tokens_per_s > factor * other.tokens_per_s
+
+
+_Key = tuple[Candidate, SpeculationConfig, bool]
 
 
 def drafts_of(
@@ -108,17 +119,26 @@ class Evaluator:
         self._sizes = replace(sizes, n_ctx=0)
         self._on_run = on_run
         self._users = users
-        self._known: dict[tuple[Candidate, SpeculationConfig, bool], Evaluation] = {}
+        self._known: dict[_Key, Evaluation] = {}
+        self._given_up: dict[_Key, Evaluation] = {}
+        """Of the first output alone."""
         self.n_runs = 0
         """Simulations so far."""
 
     def evaluate(
-        self, candidate: Candidate, mode: Mode, speculation: SpeculationConfig | None = None, *, carefully: bool = False
+        self,
+        candidate: Candidate,
+        mode: Mode,
+        speculation: SpeculationConfig | None = None,
+        *,
+        carefully: bool = False,
+        least_tokens_per_s: float = 0.0,
     ) -> Evaluation:
         """Simulate a candidate. Without a draft, the mode is iterative.
 
         `carefully`: with several, longer outputs. Small differences change the order of runs, so two equally good plans
-        can differ by 3 % on one output.
+        can differ by 3 % on one output. A candidate that is slower on the first output than `least_tokens_per_s` is
+        given up, and the result is not whole.
         """
         if not candidate.arrangement.drafts:
             mode = "iterative"
@@ -126,20 +146,26 @@ class Evaluator:
         if mode == "iterative":
             speculation = SpeculationConfig(mode="iterative")
         key = candidate, speculation, carefully
-        if key not in self._known:
-            self._known[key] = self._run(*key)
+        known = self._known.get(key) or self._given_up.get(key)
+        if known is None or (key not in self._known and known.first_tokens_per_s >= least_tokens_per_s):
+            known = self._run(*key, least_tokens_per_s)
+            (self._known if known.is_whole else self._given_up)[key] = known
             self._on_run(self.n_runs)
-        return self._known[key]
+        return known
 
-    def _run(self, candidate: Candidate, speculation: SpeculationConfig, carefully: bool) -> Evaluation:
+    def _run(
+        self, candidate: Candidate, speculation: SpeculationConfig, carefully: bool, least_tokens_per_s: float
+    ) -> Evaluation:
         drafts = drafts_of(candidate, self._draft, self._further)
         spec, placement = placed(self._spec, candidate, drafts)
         n_text, n_texts = (_LONG, _TEXTS) if carefully and speculation.mode != "iterative" else (_SHORT, 1)
         traffic = None
         if self._users is not None:
             traffic, n_texts = Traffic(users=self._users, n_total=self._users * (_EACH if carefully else 1)), 1
+        firsts = [stage.ranks[0] for stage in (placement.layout or Layout(())).stages]
+        outputs = _some(self._tokens, n_texts)
         served: list[SimulationResult] = []
-        for tokens in _some(self._tokens, n_texts):
+        for tokens in outputs:
             setup = SimulationSpec(
                 cluster=spec,
                 placement=placement,
@@ -152,31 +178,38 @@ class Evaluator:
                 traffic=traffic,
             )
             served += setup.serve(speculation.mode)
-        self.n_runs += len(served)
-        firsts = [stage.ranks[0] for stage in (placement.layout or Layout(())).stages]
-        return _evaluation(served, traffic is not None, firsts)
+            self.n_runs += 1
+            if _tokens_per_s(served[:1], traffic is not None) < least_tokens_per_s:
+                break
+        return _evaluation(served, traffic is not None, firsts, len(served) == len(outputs))
 
 
 def _some(tokens: SyntheticText | Recording, n: int) -> list[SyntheticText | Recording]:
     """The first `n` outputs."""
     if isinstance(tokens, Recording):
-        return [replace(tokens, prompts=tokens.prompts[:n])]
+        return [replace(tokens, prompts=(prompt,)) for prompt in tokens.prompts[:n]]
     return [replace(tokens, seed=tokens.seed + i) for i in range(n)]
 
 
-def _evaluation(served: Sequence[SimulationResult], is_shared: bool, firsts: Sequence[int]) -> Evaluation:
-    requests = [stats for one in served for stats in one.requests]
-    n_tokens = sum(stats.n_generated - 1 for stats in requests)
-    decode_s = sum(stats.decode_s for stats in requests)
-    tokens_per_s = n_tokens / decode_s if decode_s > 0 else 0.0
-    if is_shared:
-        tokens_per_s = traffic_summary(served[0].requests, served[0].ranks).total_tokens_per_s or 0.0
+def _evaluation(
+    served: Sequence[SimulationResult], is_shared: bool, firsts: Sequence[int], is_whole: bool
+) -> Evaluation:
     busy_s = [tuple(one.ranks[rank].compute_s for rank in firsts) for one in served]
     return Evaluation(
-        tokens_per_s,
-        statistics.fmean(stats.ttft_s or 0.0 for stats in requests),
+        _tokens_per_s(served, is_shared),
+        statistics.fmean(stats.ttft_s or 0.0 for one in served for stats in one.requests),
         tuple(map(sum, zip(*busy_s, strict=True))),
+        _tokens_per_s(served[:1], is_shared),
+        is_whole,
     )
+
+
+def _tokens_per_s(served: Sequence[SimulationResult], is_shared: bool) -> float:
+    if is_shared:
+        return traffic_summary(served[0].requests, served[0].ranks).total_tokens_per_s or 0.0
+    requests = [stats for one in served for stats in one.requests]
+    decode_s = sum(stats.decode_s for stats in requests)
+    return sum(stats.n_generated - 1 for stats in requests) / decode_s if decode_s > 0 else 0.0
 
 
 def tokens_of_users(users: int, tokens: SyntheticText | Recording) -> int:

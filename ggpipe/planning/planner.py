@@ -20,7 +20,7 @@ from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.planning.candidates import CandidateSearch, Constraints, Estimate, ranked
-from ggpipe.planning.evaluate import Candidate, Evaluator, drafts_of, placed
+from ggpipe.planning.evaluate import Candidate, Evaluation, Evaluator, drafts_of, placed
 from ggpipe.planning.placements import Arrangement, FurtherDraft
 from ggpipe.planning.plan import DraftRate, Plan, Prediction, RankPlan
 from ggpipe.sim.simulation_spec import SyntheticText
@@ -29,6 +29,7 @@ from ggpipe.sim.virtual_cluster import VirtualPlacement
 
 _WORTH = 1.03  # another setting than the default, or another placement, has to be this much faster
 _NOISE = 1.04  # noise of careful simulations: an even split that is this much slower may be as good
+_HOPELESS = 0.98  # a setting this slow on the first output, relative to the best one, is not tried on the others
 _WIRE_WORTH = 1.05  # 16-bit sums, which are rounded, have to be this much faster
 _FEW_WIRES = 2  # other groups that are tried with 16-bit sums
 _FEW_SPLITS = 24
@@ -189,12 +190,21 @@ class _Search:
             speeds |= every
             known |= {arrangement} if every else set()
         last = sorted(speeds, key=lambda c: -speeds[c])[: max(round(_FINALISTS * self._request.effort), 2)]
-        best = max(last, key=lambda c: self._speed(c, mode, carefully=True))
+        best = self._fastest(last, mode)
         if best.arrangement in known:
             return best
         even = self._most_even([e.candidate for e in own if e.candidate.arrangement == best.arrangement])
         is_as_good = self._speed(even, mode, carefully=True) * _NOISE >= self._speed(best, mode, carefully=True)
         return self._climbed(even if is_as_good else best, mode, max(round(most * 0.15), 2))
+
+    def _fastest(self, candidates: Sequence[Candidate], mode: Mode) -> Candidate:
+        """The fastest of these candidates in careful simulations."""
+        best, fastest = candidates[0], self._evaluate(candidates[0], mode)
+        for other in candidates[1:]:
+            own = self._evaluate(other, mode, fastest)
+            if own.beats(fastest):
+                best, fastest = other, own
+        return best
 
     def _most_even(self, candidates: Sequence[Candidate]) -> Candidate:
         """The candidate with the fastest slowest stage."""
@@ -259,21 +269,37 @@ class _Search:
 
     def _climbed(self, candidate: Candidate, mode: Mode, most: int) -> Candidate:
         """Move layers between ranks as long as that helps, with at most `most` attempts."""
-        speed, left = self._speed(candidate, mode, carefully=True), most
+        best, left = self._evaluate(candidate, mode), most
         tried = self._neighbours(candidate, mode)
         while left > 0 and (other := next(tried, None)) is not None:
             if not self._candidates.fits(other):
                 continue
             left -= 1
-            own_speed = self._speed(other, mode, carefully=True)
-            if own_speed > speed * _NOISE:
-                candidate, speed, tried = other, own_speed, self._neighbours(other, mode)
+            own = self._evaluate(other, mode, best)
+            if own.beats(best, _NOISE):
+                candidate, best, tried = other, own, self._neighbours(other, mode)
         return candidate
+
+    def _evaluate(
+        self,
+        candidate: Candidate,
+        mode: Mode,
+        best: Evaluation | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> Evaluation:
+        """Simulate a candidate carefully, unless it is hopeless next to the `best` one so far."""
+        return self._evaluator.evaluate(
+            candidate,
+            mode,
+            speculation or self._request.speculation,
+            carefully=True,
+            least_tokens_per_s=0.0 if best is None else _HOPELESS * best.first_tokens_per_s,
+        )
 
     def _neighbours(self, candidate: Candidate, mode: Mode) -> Iterator[Candidate]:
         """Candidates with several layers, then one layer, moved from the busiest ranks to the least busy ones."""
         used = [i for i, count in enumerate(candidate.counts) if count]
-        evaluation = self._evaluator.evaluate(candidate, mode, self._request.speculation, carefully=True)
+        evaluation = self._evaluate(candidate, mode)
         busy_s = dict(zip(used, evaluation.busy_s, strict=True))
         by_work = sorted(used, key=lambda i: -busy_s[i])
         n_layer = sum(candidate.counts)
@@ -291,13 +317,13 @@ class _Search:
         best = replace(self._request.speculation, mode=mode)
         if not self._request.tunes:
             return best
-        most = self._evaluator.evaluate(candidate, mode, best, carefully=True).tokens_per_s
+        fastest = self._evaluate(candidate, mode, None, best)
         for name, values in _FLAGS[mode]:
             for value in values:
                 other = replace(best, **{name: value})  # type: ignore[arg-type]
-                speed = self._evaluator.evaluate(candidate, mode, other, carefully=True).tokens_per_s
-                if speed > most * _WORTH:
-                    best, most = other, speed
+                own = self._evaluate(candidate, mode, fastest, other)
+                if own.beats(fastest, _WORTH):
+                    best, fastest = other, own
         return best
 
     def _with_best_wire(
