@@ -8,6 +8,7 @@ from math import inf
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import examples
 from support.durations import record, recorded
 from support.pairwise import combinations
 
@@ -23,11 +24,12 @@ settings.load_profile("any speed")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options; `scripts/test` passes them on."""
     group = parser.getgroup("ggpipe")
-    group.addoption("--full", action="store_true", help="all combinations of parameters, and longer outputs")
+    group.addoption("--full", action="store_true", help="all combinations, longer outputs, and more examples")
     group.addoption("--record-durations", action="store_true", help="record how long each file of tests takes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    examples.full = config.getoption("full")
     config.addinivalue_line("markers", "pairwise: without --full, any two values of its parameters meet, but not all")
     if config.getoption("record_durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Stopwatch())

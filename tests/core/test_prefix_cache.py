@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import n_examples
 from support.fake_cache import FakeCache
 from support.fake_model import Tokens
 
@@ -19,7 +19,7 @@ from ggpipe.core.request import Limits
 from ggpipe.core.sequence_ids import SequenceIds
 from ggpipe.core.tree import Tree
 
-N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))
+N_EXAMPLES = n_examples(100, 200)
 N_CTX = 64
 
 

@@ -11,6 +11,7 @@ import llama_cpp
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.examples import n_examples
 from support.fake_pipeline import cut_as_libllama
 from support.heads import opened
 from support.requests import core_request
@@ -27,7 +28,7 @@ def chunk_lengths(n_tokens: int, n_batch: int, n_ubatch: int) -> list[int]:
     return [end - at for at, end in itertools.pairwise(ends)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=n_examples(100, 300))
 @given(st.integers(0, 300), st.integers(1, 100), st.integers(1, 100))
 @example(0, 1, 1)
 @example(2049, 2048, 512)
@@ -66,7 +67,7 @@ def test_libllama_cuts_there_itself(n_tokens: int, n_batch: int, n_ubatch: int, 
     assert seen == chunk_lengths(n_tokens, n_batch, n_ubatch)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=n_examples(40, 100), deadline=None)
 @given(st.integers(1, 39), st.integers(1, 12), st.integers(1, 12))
 def test_one_stage_gets_the_same_chunks_whatever_is_in_flight(n: int, n_batch: int, n_ubatch: int) -> None:
     def rows(n_in_flight: int) -> list[tuple[Row, ...]]:
@@ -81,7 +82,7 @@ def test_one_stage_gets_the_same_chunks_whatever_is_in_flight(n: int, n_batch: i
     assert [length for length in lengths if length] == cut_as_libllama(n, n_batch, n_ubatch)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=n_examples(40, 100), deadline=None)
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 64), st.integers(2, 9))
 def test_several_stages_get_shorter_chunks(n: int, n_batch: int, n_ubatch: int, n_stages: int) -> None:
     head = opened(n_ctx=256, n_batch=n_batch, n_ubatch=n_ubatch, n_in_flight=n_stages + 1)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from unittest import mock
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import n_examples
 from support.requests import changed
 from support.scenarios import Scenario, conversations, play, recurrent, scenarios, thickets
 
 from ggpipe.core.batching.payoff import Payoff
 from ggpipe.core.request import Request
 
-N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))
+N_EXAMPLES = n_examples(70, 200)
 
 
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -25,13 +25,9 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.transport.loading_messages import Hello
 
+pytestmark = pytest.mark.usefixtures("eager_drafts")
+
 EMBEDDINGS, OUTPUT = "^token_embd", "^output.weight"
-
-
-@pytest.fixture(autouse=True)
-def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that step back behind whatever else runs on this machine might draft nothing at all."""
-    monkeypatch.setattr("ggpipe.llama.machine.yield_to_others", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,9 @@ from ggpipe.llama.bundled import BUNDLED_HEAD
 from ggpipe.llama.draft_heads import needs_of
 from ggpipe.llama.gguf import ModelFile
 
+pytestmark = pytest.mark.usefixtures("eager_drafts")
+
 DRAFT = TARGET.with_name("tales-draft.gguf")
-
-
-@pytest.fixture(autouse=True)
-def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that step back behind whatever else runs on this machine might draft nothing at all."""
-    monkeypatch.setattr("ggpipe.llama.machine.yield_to_others", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -26,17 +26,13 @@ from ggpipe.engine.session import Session
 from ggpipe.llama.stage import Outcome, Stage
 from ggpipe.stats.records import RequestStats
 
+pytestmark = pytest.mark.usefixtures("eager_drafts")
+
 N_CTX, N_TOKENS, N_REQUESTS = 1024, 60, 3
 MOST_ROUNDS = 20
 BEST_FIRST = SpeculationConfig(drafters=("draft",))
 TREES = SpeculationConfig(drafters=("draft",), policy="thresholds", n_parallel=3, p_split=0.05, n_draft=4)
 PAUSE_S = 4e-3
-
-
-@pytest.fixture(autouse=True)
-def eager_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft that steps back behind whatever else runs on this machine might draft nothing at all."""
-    monkeypatch.setattr("ggpipe.llama.machine.yield_to_others", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,9 @@ from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.errors import ModelError, SettingError
 from ggpipe.llama.bundled import BUNDLED_HEAD
 
+pytestmark = pytest.mark.usefixtures("eager_drafts")
+
 DRAFT = TARGET.with_name("tales-draft.gguf")
-
-
-@pytest.fixture(autouse=True)
-def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that step back behind whatever else runs on this machine might draft nothing at all."""
-    monkeypatch.setattr("ggpipe.llama.machine.yield_to_others", lambda: None)
 
 
 @pytest.mark.parametrize(("shares", "own"), head_sessions.PLACES.values(), ids=head_sessions.PLACES)

@@ -6,6 +6,7 @@ different ways for different thread counts, chunk lengths and cache fills, so it
 another; the tests at the end hold how far they are from ours.
 """
 
+import itertools
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.pairwise import combinations
 from support.pipeline import Pipeline, local_session
 from support.reference import Logits, Reference, run_of
 from support.requests import asked
@@ -129,8 +131,13 @@ def test_default_numerics_are_not_that_exact(one_by_one: Logits) -> None:
         assert (rows != one_by_one[: len(rows)]).any()
 
 
-def test_reference_texts_do_not_depend_on_threads() -> None:
-    for case in (*SHORT.values(), *LONG.values()):
+def compared(threads: int, full: bool) -> list[Case]:
+    """Cases that libllama alone computes on this many threads; two threads take all long ones only if `full`."""
+    return [*SHORT.values(), *(LONG.values() if full or threads == 1 else (LONG["greedy"],))]
+
+
+def test_reference_texts_do_not_depend_on_threads(full: bool) -> None:
+    for case in compared(2, full):
         (one, one_seen), (two, two_seen) = by_libllama(case, 1, True), by_libllama(case, 2, True)
         assert one == two, case
         np.testing.assert_array_equal(one_seen, two_seen)
@@ -154,13 +161,14 @@ def session_equals(cases: Mapping[str, Case], ranks: int, threads: int, exact: b
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_session(ranks: int, threads: int) -> None:
-    session_equals(SHORT, ranks, threads, exact=True)
+def test_session(ranks: int, threads: int, full: bool) -> None:
+    rows = combinations(itertools.product((1, 2, 3, 4), (1, 2), SHORT), full)
+    session_equals({row[2]: SHORT[row[2]] for row in rows if row[:2] == (ranks, threads)}, ranks, threads, exact=True)
 
 
-@pytest.mark.parametrize(("ranks", "threads"), [(2, 2), (3, 1)])
-def test_long_texts(ranks: int, threads: int) -> None:
-    session_equals(LONG, ranks, threads, exact=True)
+@pytest.mark.parametrize(("ranks", "threads", "names"), [(2, 2, ("greedy", "top-k 0")), (3, 1, ("top-k 40",))])
+def test_long_texts(ranks: int, threads: int, names: tuple[str, ...], full: bool) -> None:
+    session_equals({name: LONG[name] for name in (LONG if full else names)}, ranks, threads, exact=True)
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, 2), (2, 1), (3, 1)])
@@ -178,9 +186,9 @@ def probabilities(row: Logits) -> Logits:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_plain_libllama_differs_at_near_ties_only(threads: int) -> None:
+def test_plain_libllama_differs_at_near_ties_only(threads: int, full: bool) -> None:
     """The first different token of a greedy text nearly ties with ours; of a sampled one, the distributions agree."""
-    for case in (*SHORT.values(), *LONG.values()):
+    for case in compared(threads, full):
         (ours, rows), (theirs, their_rows) = by_libllama(case, 1, True), by_libllama(case, threads, False)
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         if at is None:

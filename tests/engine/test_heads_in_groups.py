@@ -30,18 +30,14 @@ from ggpipe.errors import ModelError
 from ggpipe.llama.bundled import BUNDLED_HEAD
 from ggpipe.stats.records import RequestStats
 
+pytestmark = pytest.mark.usefixtures("eager_drafts")
+
 N_TOKENS = 40
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 NUMBERS = tuple((5 + 37 * i + i * i) % 110 + 3 for i in range(40))
 SPLITS = ("1.0*2/1.0", "0.5*2,0.5*2/1.0", "0.4,0.6*2")
 
 DraftsOf = Callable[[Sequence[int], Sequence[int], Sequence[int], int], dict[int, list[int]]]
-
-
-@pytest.fixture(autouse=True)
-def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that step back behind whatever else runs on this machine might draft nothing at all."""
-    monkeypatch.setattr("ggpipe.llama.machine.yield_to_others", lambda: None)
 
 
 def config_of(split: str, target: Path, head: Path | None) -> EngineConfig:

@@ -26,16 +26,12 @@ from ggpipe.errors import LaunchError, ModelError, SettingError
 from ggpipe.llama.bundled import BUNDLED_HEAD
 from ggpipe.stats.records import RequestStats
 
+pytestmark = pytest.mark.usefixtures("eager_drafts")
+
 N_CTX, N_TOKENS = 256, 40
 PROMPT = tuple((5 + 37 * i + i * i) % 110 + 3 for i in range(40))
 GREEDY, DRAWN = SamplingConfig(temp=0), SamplingConfig(temp=0.8, seed=5)
 MODES = modes_of("mtp")
-
-
-@pytest.fixture(autouse=True)
-def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that step back behind whatever else runs on this machine might draft nothing at all."""
-    monkeypatch.setattr("ggpipe.llama.machine.yield_to_others", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.errors import ModelError
 from ggpipe.stats.activity import wasted_s
 
+pytestmark = pytest.mark.usefixtures("eager_drafts")
+
 DRAFT = TARGET.with_name("tales-draft.gguf")
 MODES = {
     "async": SpeculationConfig(n_draft=4),
@@ -27,12 +29,6 @@ MODES = {
     "speculative": SpeculationConfig(mode="speculative", n_draft=4),
     "with n-grams": SpeculationConfig(n_draft=4, drafters=("draft", "ngram")),
 }
-
-
-@pytest.fixture(autouse=True)
-def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that step back behind whatever else runs on this machine might draft nothing at all."""
-    monkeypatch.setattr("ggpipe.llama.machine.yield_to_others", lambda: None)
 
 
 def config_of(target: Path, *drafts: tuple[Path, tuple[float, ...]], shares: tuple[float, ...]) -> EngineConfig:

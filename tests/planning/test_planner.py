@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import n_examples
 from support.planning import DRAFT, GB, SMALL, TARGET, check, cluster, fastest, layers_of, node, request
 
 from ggpipe.cluster.links import Link
@@ -30,7 +31,7 @@ nodes_strategy = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=n_examples(10, 25), deadline=None)
 @given(nodes_strategy, st.booleans(), st.booleans(), st.booleans())
 def test_memory_is_never_exceeded(
     machines: list[tuple[float, int, int]], in_order: bool, has_draft: bool, groups: bool

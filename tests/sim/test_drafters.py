@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import n_examples
 from support.virtual import ASYNC
 
 from ggpipe.cluster.model_shape import ModelShape, block_head_shape, head_shape
@@ -56,7 +57,7 @@ def speed(stats: RequestStats) -> float:
 # Texts
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=n_examples(15, 40), deadline=None)
 @given(st.sampled_from([0.0, 0.4, 0.6, 1.0]), st.sampled_from([0.0, 0.5, 0.8, 1.0]), st.sampled_from([0.0, 0.5, 1.0]))
 def test_each_drafter_agrees_as_often_as_it_is_to(first: float, second: float, overlap: float) -> None:
     n = 2000

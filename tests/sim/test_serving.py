@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import n_examples
 from support.virtual import ASYNC, ITERATIVE, SPECULATIVE, cluster, tokens, watched
 
 from ggpipe.config.speculation import SpeculationConfig
@@ -153,6 +154,7 @@ def test_drafting_before_each_run_gives_way_to_other_users(curve: str) -> None:
     assert with_draft > 0.95 * without
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("n_users", [4, 8])
 @pytest.mark.parametrize("n_stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("curve", CURVES)
@@ -220,7 +222,7 @@ SPECULATIONS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=n_examples(30, 80), suppress_health_check=[HealthCheck.too_slow])
 @given(
     ARRIVALS,
     st.lists(st.booleans(), min_size=6, max_size=6),

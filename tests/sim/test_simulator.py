@@ -10,6 +10,7 @@ import pytest
 from display.test_trace import events
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import n_examples
 from support.virtual import ASYNC, CHAINS, ITERATIVE, NO_OVERHEADS, SPECULATIVE, checked, cluster, tokens
 
 from ggpipe.cluster.links import Link, Overheads
@@ -259,7 +260,7 @@ SPECULATIONS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=n_examples(50, 150), suppress_health_check=[HealthCheck.too_slow])
 @given(
     CLUSTERS,
     SPECULATIONS,
