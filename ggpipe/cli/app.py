@@ -1,22 +1,14 @@
-"""The program: parses a command line and runs its command. Only the module of that command is loaded."""
+"""The program: runs a command line, and reports errors."""
 
 from __future__ import annotations
 
-import importlib
-import os
 import socket
 from collections.abc import Sequence
 
 from ggpipe.cli import INTERRUPTED
-from ggpipe.cli.command_line import HelpWanted, named_command, parse
-from ggpipe.cli.messages import flush_stdout, name_variables, reach_front_end, report, show, warn
-from ggpipe.cli.variables import read_variables
-from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError, Wording
+from ggpipe.cli.messages import flush_stdout, name_variables, reach_front_end, report, show
+from ggpipe.errors import GgpipeError, MpiError, RunError, Wording
 from ggpipe.launch.environment import end_job, leave_status, rank_in_environment, wait_for_first_rank
-from ggpipe.options.commands import COMMANDS
-from ggpipe.options.hub import HubSettings
-from ggpipe.options.option import Command, Options
-from ggpipe.options.table import OPTIONS
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,52 +39,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    command: Command | None = None
-    if arguments[:1] == ["help"]:
-        arguments = [*arguments[1:2], "--help"]
-    try:
-        command = named_command(COMMANDS, arguments)
-        if command is None and (code := _about(arguments)) is not None:
-            return code
-        if command is None:
-            raise HelpWanted
-        variables = read_variables(command, OPTIONS, os.environ, warn)
-        options = parse(command, OPTIONS, arguments[1:], variables, name_variables)
-    except HelpWanted as e:
-        from ggpipe.cli.help import show_help  # Rich is slow to import
+    if list(arguments) == ["rank"]:
+        from ggpipe.cli.commands import rank  # without the options of all commands, which take long to import
 
-        show_help(COMMANDS, OPTIONS, command, e.is_full)
-        return 0 if arguments else UsageError.exit_code
-    if options[HubSettings].is_given:
-        from ggpipe.cli.downloads import with_models  # needed by few
+        return rank.run()
+    from ggpipe.cli.dispatch import dispatch
 
-        options = with_models(command, options)
-    return _call(command, options)
-
-
-def _about(words: Sequence[str]) -> int | None:
-    """Answer a flag that comes without a command. Returns the exit code, or None for other words."""
-    if words[:1] == ["--version"]:
-        from ggpipe.cli.version import version_lines
-
-        for line in version_lines():
-            print(line, flush=True)
-        return 0
-    if words[:1] == ["--install-completion"]:
-        from ggpipe.cli.completion import install_completion
-
-        path, loads = install_completion(COMMANDS, OPTIONS, *words[1:2])
-        print(f"wrote {path}: {loads}")
-        return 0
-    if words[:1] == ["--man"]:
-        from ggpipe.cli.man import manual
-
-        print(manual(COMMANDS, OPTIONS), end="")
-        return 0
-    return None
-
-
-def _call(command: Command, options: Options) -> int:
-    """Run a command: its module has one public function, `run`."""
-    code: int = importlib.import_module(f"ggpipe.cli.commands.{command.name}").run(options)
-    return code
+    return dispatch(arguments)

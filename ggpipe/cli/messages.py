@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -10,15 +11,19 @@ from collections.abc import Mapping
 
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated, Wording
 from ggpipe.launch.environment import is_served, rank_in_environment
-from ggpipe.options.table import OPTIONS
-
-SPELLINGS = {row.name: row.spelling for row in reversed(OPTIONS)}
-"""Flag of each setting, by the name that messages use for the setting."""
 
 _variables: Mapping[str, str] = {}
 """Environment variable of each setting whose value comes from one: messages name it instead of the flag."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+@functools.cache
+def spellings() -> Mapping[str, str]:
+    """Flag of each setting, by the name that messages use for the setting."""
+    from ggpipe.options.table import OPTIONS  # slow to import, and ranks have no options
+
+    return {row.name: row.spelling for row in reversed(OPTIONS)}
 
 
 def name_variables(variables: Mapping[str, str]) -> None:
@@ -29,7 +34,7 @@ def name_variables(variables: Mapping[str, str]) -> None:
 
 def in_flags(message: str | Wording | GgpipeError) -> str:
     """The message as text, with -c/--ctx-size for `n_ctx`, or with the environment variable that set it."""
-    return Wording(message).spelled(lambda name: _variables.get(name) or SPELLINGS.get(name) or f"`{name}`")
+    return Wording(message).spelled(lambda name: _variables.get(name) or spellings().get(name) or f"`{name}`")
 
 
 def show(message: str | Wording) -> None:

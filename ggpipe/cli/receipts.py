@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ggpipe.channel.client import EngineClient
-from ggpipe.cli.launching import run_profile
 from ggpipe.cli.messages import warn
+from ggpipe.cli.ranks import run_profile
 from ggpipe.cli.version import commit
 from ggpipe.cluster.profile import Profile
 from ggpipe.cluster.receipt import Receipt, ReceiptVersions, as_text

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ggpipe.cli.launching import run_profile
-from ggpipe.cli.messages import SPELLINGS
+from ggpipe.cli.messages import spellings
+from ggpipe.cli.ranks import run_profile
 from ggpipe.cli.simulated import drafts_of, mtp_of, shapes_of, text_of
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
@@ -146,7 +146,7 @@ class _Request:
         extras += ["--exact"] if context.exact else []
         for field in ("n_batch", "n_ubatch", "flash_attn", "cache_type_k", "cache_type_v"):
             if getattr(context, field) != getattr(default, field):
-                extras += [SPELLINGS[field].partition("/")[0], str(getattr(context, field))]
+                extras += [spellings()[field].partition("/")[0], str(getattr(context, field))]
         hub = self.options[HubSettings]
         extras += ["-hff", hub.file] if hub.file is not None else []
         return GenerateCommand(

@@ -6,7 +6,7 @@ import functools
 import sys
 from pathlib import Path
 
-from ggpipe.cli.launching import run_profile
+from ggpipe.cli.ranks import run_profile
 from ggpipe.cluster.profile import Profile, as_text, write
 from ggpipe.display.files import check_writable
 from ggpipe.display.live.terminal import open_terminal

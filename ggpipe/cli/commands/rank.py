@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from ggpipe.cli.launching import run_profile, run_this_rank
+from ggpipe.cli.ranks import run_profile, run_this_rank
 from ggpipe.config.engine import EngineConfig
 from ggpipe.errors import UsageError
 from ggpipe.launch import environment
 from ggpipe.launch.rank_setup import own_setup
-from ggpipe.options.option import Options
 
 if TYPE_CHECKING:
     from ggpipe.engine.head import Head
+    from ggpipe.options.option import Options
 
 
-def run(_: Options) -> int:
+def run(_: Options | None = None) -> int:
     """Serve the front end, or measure for it. Returns the exit code."""
     if not environment.is_served():
         raise UsageError("`ggpipe rank` is only for ranks that ggpipe starts itself: use `ggpipe generate`")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ggpipe.api.engine_thread import EngineThread
-from ggpipe.cli.launching import NO_RESTART, check_model_files, run_this_rank
+from ggpipe.cli.launching import NO_RESTART, check_model_files
 from ggpipe.cli.messages import in_flags, report, warn
+from ggpipe.cli.ranks import run_this_rank
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig

@@ -7,8 +7,10 @@ with marks before the template sees them, and the marks are found again in its o
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ggpipe.errors import UsageError
 
 _MARK = "\ufdd0"
 """A noncharacter, which Unicode reserves for internal use. The next two characters encode which text it replaces."""
@@ -57,3 +59,18 @@ class Literals:
 def _mark(number: int) -> str:
     high, low = divmod(number, _BASE)
     return _MARK + chr(_FIRST + high) + chr(_FIRST + low)
+
+
+def plain_json(value: Any) -> Any:
+    """A value with the types of JSON only, since a template may call methods of its variables. Raises UsageError for
+    others."""
+    match value:
+        case Mapping():
+            return {str(name): plain_json(item) for name, item in value.items()}
+        case str():
+            return str(value)
+        case None | bool() | int() | float():
+            return value
+        case Sequence():
+            return [plain_json(item) for item in value]
+    raise UsageError(f"a conversation may contain strings, numbers, lists and objects, not {type(value).__name__}")

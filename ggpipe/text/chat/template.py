@@ -20,7 +20,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ggpipe.errors import SettingError, UsageError
-from ggpipe.text.chat.literals import Literals
+from ggpipe.text.chat.literals import Literals, plain_json
 from ggpipe.text.chat.template_support import TemplateSupport
 from ggpipe.text.chat.tools.messages import for_template, tool_for_template
 
@@ -196,18 +196,3 @@ def _jsonable(value: object) -> object:
     if isinstance(value, Iterator):  # a filter's output
         return [*value]
     raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-def plain_json(value: Any) -> Any:
-    """A value with the types of JSON only, since a template may call methods of its variables. Raises UsageError for
-    others."""
-    match value:
-        case Mapping():
-            return {str(name): plain_json(item) for name, item in value.items()}
-        case str():
-            return str(value)
-        case None | bool() | int() | float():
-            return value
-        case Sequence():
-            return [plain_json(item) for item in value]
-    raise UsageError(f"a conversation may contain strings, numbers, lists and objects, not {type(value).__name__}")

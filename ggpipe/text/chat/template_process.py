@@ -8,14 +8,16 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.text.chat.conversation import CHATML
-from ggpipe.text.chat.literals import Literals
-from ggpipe.text.chat.template import ChatTemplate, plain_json
+from ggpipe.text.chat.literals import Literals, plain_json
 from ggpipe.text.chat.tools.messages import for_template
 from ggpipe.text.limited_process import Exceeded, LimitedProcess, Limits, answer_questions
+
+if TYPE_CHECKING:
+    from ggpipe.text.chat.template import ChatTemplate
 
 LIMITS = Limits(cpu_s=3, memory_bytes=1 << 30)
 """What a process that renders may use."""
@@ -75,6 +77,8 @@ class TemplateProcess:
 
     @functools.cached_property
     def _chatml(self) -> ChatTemplate:
+        from ggpipe.text.chat.template import ChatTemplate  # Jinja is slow to import, and most ranks render nothing
+
         return ChatTemplate(CHATML, *self._names)
 
     def _ask(self, question: bytes) -> bytes:
@@ -116,6 +120,8 @@ class _Answers:
         return json.dumps(found).encode()
 
     def _compile(self, source: str) -> ChatTemplate:
+        from ggpipe.text.chat.template import ChatTemplate
+
         assert self._names is not None
         return ChatTemplate(source, *self._names)
 
