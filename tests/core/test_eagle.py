@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.driven_head import HORIZON, MODES, begun, check_any_order, play_out
+from support.examples import n_examples
 
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.drafters.eagle import EagleHead
@@ -14,7 +15,7 @@ from ggpipe.core.drafters.mtp import MtpLayers
 
 @pytest.mark.parametrize("head", [EagleHead, MtpLayers])
 @pytest.mark.parametrize("speculation", MODES, ids=["best-first", "chains", "speculative", "two branches"])
-@settings(max_examples=20)
+@settings(max_examples=n_examples(8, 20))
 @given(seed=st.integers(0, 10**9), agreement=st.sampled_from([0.0, 0.6, 1.0]))
 def test_any_order(head: type[EagleHead], speculation: SpeculationConfig, seed: int, agreement: float) -> None:
     check_any_order(head, speculation, seed, agreement)

@@ -101,8 +101,12 @@ def test_a_draft_model_inside_the_head(receipt: Receipt) -> None:
 # The command
 
 
-def test_from_the_command_line(tmp_path: Path) -> None:
-    done = in_process.ggpipe("simulate", "--against", PATH, "--json", tmp_path / "off.json")
+def test_from_the_command_line(tmp_path: Path, full: bool) -> None:
+    path, own = tmp_path / "receipt.json", receipts.read(PATH)
+    if not full:
+        own = msgspec.structs.replace(own, runs=tuple(run for run in own.runs if run.prompt in ("tale", "program")))
+    path.write_text(receipts.as_text(own))
+    done = in_process.ggpipe("simulate", "--against", path, "--json", tmp_path / "off.json")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("measured on 2026-11-25 with ggpipe 0.1.0")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import n_examples
 from support.oracle import Oracle, drafting
 from support.virtual import ASYNC, ITERATIVE, checked, cluster, tokens
 
@@ -52,7 +53,7 @@ def ratio(own: VirtualCluster, text: SyntheticTokens, speculation: SpeculationCo
     return speed(simulate(own, text, speculation, N)) / speed(simulate(own, text, ITERATIVE, N))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=n_examples(10, 25), deadline=None, derandomize=True)
 @given(
     st.sampled_from(AGREEMENTS),
     st.sampled_from([1, 2, 4]),
@@ -67,7 +68,7 @@ def test_a_draft_model_is_never_much_slower_than_none(
     assert ratio(chunked(n_stages, *cost), text, replace(ASYNC, drafters=("draft",))) > 0.95
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=n_examples(10, 25), deadline=None, derandomize=True)
 @given(
     st.sampled_from([1, 2, 3, 4, 5, 8, 1000]),
     st.sampled_from([1, 2, 4]),

@@ -137,8 +137,8 @@ def with_curve(n_stages: int, curve: str) -> VirtualCluster:
 @pytest.mark.parametrize("agreement", [0.3, 0.7])
 @pytest.mark.parametrize("n_stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("curve", CURVES)
-def test_a_draft_does_not_slow_four_users_down(curve: str, n_stages: int, agreement: float) -> None:
-    own, asked = with_curve(n_stages, curve), of_users(4, 2, 96, 16, agreement)
+def test_a_draft_does_not_slow_four_users_down(curve: str, n_stages: int, agreement: float, full: bool) -> None:
+    own, asked = with_curve(n_stages, curve), of_users(4, 2, 96 if full else 48, 16, agreement)
     with_draft, without = (
         total_tps(checked(own, asked, mode, replace(WIDE, n_requests=4))) for mode in (ASYNC, ITERATIVE)
     )
