@@ -21,7 +21,7 @@ OPENING = "In olden times, when wishing still helped one, there lived a king who
 ROLES = "3 ranks on this machine: 2 hold the target's layers, 1 runs the draft model."
 SPEEDS = r"With the draft model: [\d.]+ t/s\. Without: [\d.]+ t/s\. ([\d.]+ times as fast|This machine is too busy)"
 HOW = "(Medians of 2 rounds of {n} tokens, with and without in turn.)"
-N = 12
+N = 6
 
 
 @pytest.fixture(scope="module")

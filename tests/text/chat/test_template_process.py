@@ -73,7 +73,7 @@ def test_templates_that_take_turns_are_compiled_once(monkeypatch: pytest.MonkeyP
             compiled.append(source)
             super().__init__(source)
 
-    monkeypatch.setattr(template_process, "ChatTemplate", Counted)
+    monkeypatch.setattr("ggpipe.text.chat.template.ChatTemplate", Counted)
     answers = template_process._Answers()
     answers.answer(b'["", "", []]')
     for source in [CHATML, CHATML + "x", *(CHATML, CHATML + "x") * 2, *(f"{CHATML}{i}" for i in range(9)), CHATML]:
