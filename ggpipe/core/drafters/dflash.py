@@ -17,7 +17,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from ggpipe.core.draft_messages import Candidates, Expansion
 from ggpipe.core.drafters.draft_state import DraftState, candidates
@@ -136,4 +138,4 @@ class DFlashHead(EagleHead):
 
     def _logits_request(self, state: DraftState) -> LogitsRequest:
         assert isinstance(state, _BlockState)
-        return replace(super()._logits_request(state), n_positions=state.block_size)
+        return structs.replace(super()._logits_request(state), n_positions=state.block_size)

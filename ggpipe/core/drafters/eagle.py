@@ -14,9 +14,8 @@ numbers of draft tokens that the head of the pipeline has, which are not sent tw
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import msgspec
 from msgspec import structs
 
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, Candidates, Expansion
@@ -113,7 +112,7 @@ class EagleHead(DraftModel):
 
     def __init__(self, drafter: int, pipeline: DraftPipeline) -> None:
         """As `DraftModel`. Nothing is restored from files, and nothing saved."""
-        super().__init__(drafter, replace(pipeline, restored=None))
+        super().__init__(drafter, structs.replace(pipeline, restored=None))
         self._horizon = pipeline.horizon or HORIZON
         self._arrived: set[int] = set()
         """The target's runs whose states are there."""
@@ -262,5 +261,5 @@ class EagleHead(DraftModel):
             assert node.parent is not None
             assert node.parent.logits is not None
             refs.append(StateRef(node.parent.run, node.parent.logits.row))
-        part.rows = [msgspec.structs.replace(row, state=ref) for row, ref in zip(part.rows, refs, strict=True)]
+        part.rows = [structs.replace(row, state=ref) for row, ref in zip(part.rows, refs, strict=True)]
         return part
