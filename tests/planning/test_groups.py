@@ -114,7 +114,7 @@ def test_ranks_in_order_make_groups_of_neighbours() -> None:
 
 
 @pytest.mark.parametrize("link", [QUICK, Link(80e-6, 1e8)], ids=["quick", "usual"])
-def test_no_plan_with_groups_is_better(link: Link) -> None:
+def test_no_plan_with_groups_is_better(link: Link, full: bool) -> None:
     """Compared with every split of every arrangement."""
     spec = nodes(1, 2, link=link)
     own = request(1.0, groups=True)
@@ -122,4 +122,4 @@ def test_no_plan_with_groups_is_better(link: Link) -> None:
     check(plan, spec, SMALL)
     plain = arrangements(spec, True, (1, 2).__getitem__)
     possible = (g for a in plain for g in grouped(a, 16, lambda n, _: (1, 2)[n]))
-    assert plan.best.tokens_per_s >= 0.98 * fastest(spec, own, possible)
+    assert plan.best.tokens_per_s >= 0.98 * fastest(spec, own, possible, full)

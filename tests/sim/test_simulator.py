@@ -222,13 +222,14 @@ def test_a_single_token() -> None:
         assert len(stats.token_times) == 1
 
 
-def test_32_nodes_and_1000_tokens() -> None:
+def test_32_nodes_and_many_tokens(full: bool) -> None:
+    n_text = 1000 if full else 200
     spec = read_cluster(Path("nodes32-gigabit"))
     assert spec.target is not None
     own = build(spec, placement_of(spec, spec.target, spec.drafts), spec.target, spec.drafts)
-    text = SyntheticTokens(0.8, 128, 1000, 1)
-    stats = simulate(own, text, ASYNC, 1000)
-    assert stats.n_generated == 1000
+    text = SyntheticTokens(0.8, 128, n_text, 1)
+    stats = simulate(own, text, ASYNC, n_text)
+    assert stats.n_generated == n_text
     assert len([rank for rank in stats.ranks if not rank.draft and rank.runs]) == 32
 
 

@@ -104,15 +104,20 @@ def check(plan: Plan, spec: ClusterSpec, target: ModelShape) -> None:
     assert len(plan.placement.threads) == len(plan.ranks) == len(plan.places)
 
 
-def fastest(spec: ClusterSpec, own: PlanRequest, arrangements: Iterable[Arrangement]) -> float:
-    """Tokens/s of the best of all candidates of `SMALL` with its draft in `async`, each of them simulated."""
+def fastest(spec: ClusterSpec, own: PlanRequest, arrangements: Iterable[Arrangement], full: bool) -> float:
+    """Tokens/s of the best of all candidates of `SMALL` with its draft in `async`, each of them simulated: all of them
+    carefully with `full`, else those that may be the best by a short simulation."""
     evaluator = Evaluator(spec, SMALL, DRAFT, own.tokens, Sizes())
     possible = CandidateSearch(spec, SMALL, DRAFT, own.constraints)
-    best = 0.0
+    candidates = []
     for arrangement in arrangements:
         choices = [range(0 if skip else 1, SMALL.n_layer + 1) for skip in arrangement.skips]
         for counts in itertools.product(*choices):
             candidate = Candidate(arrangement, counts)
             if sum(counts) == SMALL.n_layer and possible.fits(candidate):
-                best = max(best, evaluator.evaluate(candidate, "async", carefully=True).tokens_per_s)
-    return best
+                candidates.append(candidate)
+    if not full:
+        speeds = {candidate: evaluator.evaluate(candidate, "async").tokens_per_s for candidate in candidates}
+        least = 0.9 * max(speeds.values())
+        candidates = [candidate for candidate in candidates if speeds[candidate] >= least]
+    return max(evaluator.evaluate(candidate, "async", carefully=True).tokens_per_s for candidate in candidates)
