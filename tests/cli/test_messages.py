@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ggpipe
-from ggpipe.cli.messages import SPELLINGS, in_flags, report, show, warn
+from ggpipe.cli.messages import in_flags, report, show, spellings, warn
 from ggpipe.errors import Setting, SettingError, Wording
 
 PACKAGE = Path(ggpipe.__file__).parent
@@ -59,7 +59,7 @@ def test_errors_of_the_library_name_settings_and_no_flags() -> None:
     assert [(path, found) for path, text in texts for found in mistakes_in(text)] == []
     settings = [(path, name) for path in PACKAGE.rglob("*.py") for name in settings_in(path.read_text())]
     assert len(settings) > 100
-    assert [(path, name) for path, name in settings if name not in SPELLINGS and name not in ONLY_IN_PYTHON] == []
+    assert [(path, name) for path, name in settings if name not in spellings() and name not in ONLY_IN_PYTHON] == []
 
 
 def test_errors_are_found() -> None:

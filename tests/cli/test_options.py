@@ -10,7 +10,7 @@ import pytest
 from support.command_lines import REQUIRED, command_named, given, options, options_of
 
 from ggpipe.cli.help import show_help
-from ggpipe.cli.messages import SPELLINGS
+from ggpipe.cli.messages import spellings
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
@@ -71,7 +71,7 @@ def test_a_command_has_each_flag_once(command: Command) -> None:
 
 def test_a_setting_has_one_spelling() -> None:
     for row in OPTIONS:
-        assert row.spelling == SPELLINGS[row.name], row.name
+        assert row.spelling == spellings()[row.name], row.name
 
 
 def test_help_texts_stand_alone() -> None:
