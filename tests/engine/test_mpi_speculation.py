@@ -56,18 +56,19 @@ def test_drafting_without_a_draft_model(mode: str, tmp_path: Path) -> None:
     assert content["accepted_tokens"] > 20, "the grammar leaves nothing but a repetition"
 
 
-@pytest.mark.parametrize("split", ["0.1,0.4,0.5/1.0", "0.1,0.4,0.25,0.25"])
-@pytest.mark.parametrize("n", [("-n", 40), ()])
-def test_pipeinfers_command(split: str, n: tuple[object, ...]) -> None:
-    """Its README's, with fewer threads; with the part behind the / or without, with -n or without, and -b below the
-    prompt."""
-    result = mpirun(
-        4, "generate", "-md", DRAFT, "-m", TARGET, "-e", "-f", "prompts/program.txt", *n, "--mpi-layer-split", split,
-        *(["--ignore-eos"] if n else []), "--temp", "-1.0", "--repeat-last-n", 0, "--draft", 4, "-tb", "1,2,1,1",
-        "-t", "1,1,2,1", "-c", 512, "-pa", 0.001, "-ps", 0.8, "--numa", "-pr", 0.4, "-pd", 0.01, "-np", 3, "-b", 32,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert len(result.stdout) > 20
+@pytest.mark.parametrize(("split", "length"), [("0.1,0.4,0.5/1.0", ("-n", 40)), ("0.1,0.4,0.25,0.25", ())])
+def test_pipeinfers_command(split: str, length: tuple[object, ...], full: bool) -> None:
+    """Its README's, with fewer threads; with the part after the / or without, with -n or without, and -b below the
+    prompt. Without `full`, one length for each split."""
+    for n in (("-n", 40), ()) if full else (length,):
+        result = mpirun(
+            4, "generate", "-md", DRAFT, "-m", TARGET, "-e", "-f", "prompts/program.txt", *n, "--mpi-layer-split",
+            split, *(["--ignore-eos"] if n else []), "--temp", "-1.0", "--repeat-last-n", 0, "--draft", 4,
+            "-tb", "1,2,1,1", "-t", "1,1,2,1", "-c", 512, "-pa", 0.001, "-ps", 0.8, "--numa", "-pr", 0.4, "-pd", 0.01,
+            "-np", 3, "-b", 32,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert len(result.stdout) > 20
 
 
 def test_measurements_and_trace(tmp_path: Path) -> None:
