@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from support.faults import Fault, Kind, Texts, play, undisturbed
 
+MOST_ROUNDS = 10
+"""On a busy machine, the streams may be done before this process gets its turn and kills the rank."""
+
 
 @pytest.fixture(scope="module")
 def expected() -> Texts:
@@ -19,6 +22,9 @@ def expected() -> Texts:
     ],
 )
 def test_streams_end_whole(fault: Fault, expected: Texts) -> None:
-    outcome, wrong = play(fault, expected, 3, rank_timeout_s=60)
-    assert not wrong, outcome.lines
-    assert any("starting the ranks again" in line for line in outcome.lines)
+    for _ in range(MOST_ROUNDS):
+        outcome, wrong = play(fault, expected, 3, rank_timeout_s=60)
+        assert not wrong, outcome.lines
+        if any("starting the ranks again" in line for line in outcome.lines):
+            return
+    raise AssertionError("the streams were always done before the fault")
