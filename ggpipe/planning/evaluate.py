@@ -69,10 +69,6 @@ class Evaluation:
     is_whole: bool
     """False: the simulation was given up after the first output."""
 
-    def beats(self, other: Evaluation, factor: float = 1.0) -> bool:
-        """Whether the candidate is more than `factor` times as fast as another one, whose result is whole."""
-        return self.is_whole and self.tokens_per_s > factor * other.tokens_per_s
-
 
 _Key = tuple[Candidate, SpeculationConfig, bool]
 

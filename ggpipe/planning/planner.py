@@ -29,7 +29,7 @@ from ggpipe.sim.virtual_cluster import VirtualPlacement
 
 _WORTH = 1.03  # another setting than the default, or another placement, has to be this much faster
 _NOISE = 1.04  # noise of careful simulations: an even split that is this much slower may be as good
-_HOPELESS = 0.98  # a setting this slow on the first output, relative to the best one, is not tried on the others
+_HOPELESS = 0.97  # what misses the wanted speed by this much on the first output is not tried on the others
 _WIRE_WORTH = 1.05  # 16-bit sums, which are rounded, have to be this much faster
 _FEW_WIRES = 2  # other groups that are tried with 16-bit sums
 _FEW_SPLITS = 24
@@ -201,8 +201,7 @@ class _Search:
         """The fastest of these candidates in careful simulations."""
         best, fastest = candidates[0], self._evaluate(candidates[0], mode)
         for other in candidates[1:]:
-            own = self._evaluate(other, mode, fastest)
-            if own.beats(fastest):
+            if own := self._better(other, mode, fastest):
                 best, fastest = other, own
         return best
 
@@ -275,8 +274,7 @@ class _Search:
             if not self._candidates.fits(other):
                 continue
             left -= 1
-            own = self._evaluate(other, mode, best)
-            if own.beats(best, _NOISE):
+            if own := self._better(other, mode, best, _NOISE):
                 candidate, best, tried = other, own, self._neighbours(other, mode)
         return candidate
 
@@ -284,17 +282,25 @@ class _Search:
         self,
         candidate: Candidate,
         mode: Mode,
-        best: Evaluation | None = None,
         speculation: SpeculationConfig | None = None,
+        least_tokens_per_s: float = 0.0,
     ) -> Evaluation:
-        """Simulate a candidate carefully, unless it is hopeless next to the `best` one so far."""
-        return self._evaluator.evaluate(
-            candidate,
-            mode,
-            speculation or self._request.speculation,
-            carefully=True,
-            least_tokens_per_s=0.0 if best is None else _HOPELESS * best.first_tokens_per_s,
-        )
+        """Simulate a candidate carefully; see `Evaluator.evaluate`."""
+        own = speculation or self._request.speculation
+        return self._evaluator.evaluate(candidate, mode, own, carefully=True, least_tokens_per_s=least_tokens_per_s)
+
+    def _better(
+        self,
+        candidate: Candidate,
+        mode: Mode,
+        best: Evaluation,
+        factor: float = 1.0,
+        speculation: SpeculationConfig | None = None,
+    ) -> Evaluation | None:
+        """The candidate's evaluation if it is more than `factor` times as fast as the `best` one so far, else None."""
+        least = _HOPELESS * factor * best.first_tokens_per_s
+        own = self._evaluate(candidate, mode, speculation, least)
+        return own if own.is_whole and own.tokens_per_s > factor * best.tokens_per_s else None
 
     def _neighbours(self, candidate: Candidate, mode: Mode) -> Iterator[Candidate]:
         """Candidates with several layers, then one layer, moved from the busiest ranks to the least busy ones."""
@@ -317,12 +323,11 @@ class _Search:
         best = replace(self._request.speculation, mode=mode)
         if not self._request.tunes:
             return best
-        fastest = self._evaluate(candidate, mode, None, best)
+        fastest = self._evaluate(candidate, mode, best)
         for name, values in _FLAGS[mode]:
             for value in values:
                 other = replace(best, **{name: value})  # type: ignore[arg-type]
-                own = self._evaluate(candidate, mode, fastest, other)
-                if own.beats(fastest, _WORTH):
+                if own := self._better(candidate, mode, fastest, _WORTH, other):
                     best, fastest = other, own
         return best
 
