@@ -26,10 +26,17 @@ def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: 
     fast: with kernels of our own. Raises RuntimeError.
     """
 
-def time_attention(*, width: int, n_heads: tuple[int, int], n_rows: int, n_cells: int, n_threads: int, n_rounds: int) -> tuple[list[tuple[float, float]], bool]:
+def attend(*, queries: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], keys: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], mask: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], sinks: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, n_threads: int = 1, fast: bool = True) -> list[float]:
     """
-    Seconds of one flash attention in each round, with ggml's kernel and with our own, and whether a stage would use our
-    own. n_heads: of queries, and of keys and values. Raises RuntimeError.
+    One flash attention alone, as a stage computes it, for tests: f32 queries (rows, heads, width), keys and values (cells,
+    KV heads, width) and mask (rows, cells) as the bits of f16 numbers, and an f32 sink of each head. Returns (rows, heads,
+    width). fast: with our own kernel. Raises RuntimeError.
+    """
+
+def time_attention(*, width: int, n_heads: tuple[int, int], n_rows: int, n_cells: int, n_threads: int, n_rounds: int) -> list[tuple[float, float]]:
+    """
+    Seconds of one flash attention in each round, with ggml's kernel and with our own. n_heads: of queries, and of keys and
+    values. Raises RuntimeError.
     """
 
 class GrammarGuard:

@@ -203,7 +203,7 @@ ggml_status local_compute(ggml_backend_t b, ggml_cgraph * whole) {
         graph = &part;
     }
     const ggml_status status = s.exact ? compute_exact(inner(b), graph, s.cell_order)
-                               : s.fast_kernels ? compute_fast(inner(b), graph, s.n_threads)
+                               : s.fast_kernels ? compute_fast(inner(b), graph)
                                                   : ggml_backend_graph_compute(inner(b), graph);
     if (hidden_at >= 0 && status == GGML_STATUS_SUCCESS) {
         const ggml_tensor * t = whole->nodes[hidden_at];

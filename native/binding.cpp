@@ -18,6 +18,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace ggpipe;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T, size_t N> using Array = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
 NB_MODULE(_native, m) {
     try {
@@ -50,12 +51,21 @@ NB_MODULE(_native, m) {
        "token, or heads' own, each for its share of the tokens. Returns (tokens, rows), or (tokens, experts of each, rows).\n"
        "fast: with kernels of our own. Raises RuntimeError.");
 
+    m.def("attend", [](const Array<float, 3> & queries, const Array<uint16_t, 3> & keys, const Array<uint16_t, 3> & values,
+                       const Array<uint16_t, 2> & mask, const std::optional<Array<float, 1>> & sinks, int n_threads, bool fast) {
+        const AttentionShape shape{int64_t(keys.shape(2)), int64_t(values.shape(2)), int64_t(queries.shape(1)), int64_t(keys.shape(1)),
+                                   int64_t(queries.shape(0)), int64_t(keys.shape(0)), sinks.has_value()};
+        nb::gil_scoped_release release;
+        return attend(shape, {queries.data(), keys.data(), values.data(), mask.data(), sinks ? sinks->data() : nullptr}, n_threads, fast);
+    }, nb::kw_only(), "queries"_a, "keys"_a, "values"_a, "mask"_a, "sinks"_a = nb::none(), "n_threads"_a = 1, "fast"_a = true,
+       "One flash attention alone, as a stage computes it, for tests: f32 queries (rows, heads, width), keys and values (cells,\n"
+       "KV heads, width) and mask (rows, cells) as the bits of f16 numbers, and an f32 sink of each head. Returns (rows, heads,\n"
+       "width). fast: with our own kernel. Raises RuntimeError.");
     m.def("time_attention", [](int64_t width, std::pair<int64_t, int64_t> n_heads, int64_t n_rows, int64_t n_cells, int n_threads, int n_rounds) {
-        const AttentionTimes times = time_attention({width, n_heads.first, n_heads.second, n_rows, n_cells}, n_threads, n_rounds);
-        return std::make_pair(times.seconds, times.uses_own);
+        return time_attention({width, width, n_heads.first, n_heads.second, n_rows, n_cells, false}, n_threads, n_rounds);
     }, nb::kw_only(), "width"_a, "n_heads"_a, "n_rows"_a, "n_cells"_a, "n_threads"_a, "n_rounds"_a, released,
-       "Seconds of one flash attention in each round, with ggml's kernel and with our own, and whether a stage would use our\n"
-       "own. n_heads: of queries, and of keys and values. Raises RuntimeError.");
+       "Seconds of one flash attention in each round, with ggml's kernel and with our own. n_heads: of queries, and of keys and\n"
+       "values. Raises RuntimeError.");
 
     nb::class_<GrammarGuard>(m, "GrammarGuard", "Whether libllama can follow a grammar within a limit of steps; see native/grammar_guard.cpp.")
         .def("__init__", [](GrammarGuard * g, const std::vector<nb::bytes> & pieces, uintptr_t rules, uintptr_t stacks) {

@@ -13,8 +13,8 @@
 
 namespace ggpipe {
 
-// As ggml_backend_graph_compute on a CPU backend with `n_threads`, with flash attention computed here where that is faster.
-ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, int n_threads);
+// As ggml_backend_graph_compute on a CPU backend, with our own attention and products where they can; see fast.h.
+ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph);
 
 class CellOrder {  // KV cells in the order in which they were written; see cell_order.cpp
    public:

@@ -30,7 +30,7 @@ Params params_of(ggml_custom_op_t compute, void * state) {
 }
 }  // namespace
 
-static ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph, int n_threads, bool always_own) {
+ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph) {
     static thread_local QuantizedMemory memory;  // kept from graph to graph
     FastGraph state{{}, {}, memory};
     const Params attention = params_of(compute_attention, &state), product = params_of(compute_product, &state);
@@ -38,7 +38,7 @@ static ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph, int n_th
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
         const bool multiplies = is_product(node);
-        if (!multiplies && !(always_own ? can_attend(node) : attention_is_faster(node, n_threads))) continue;
+        if (!multiplies && !can_attend(node)) continue;
         memcpy(node->op_params + kOwnParams, node->op_params, sizeof(Params));
         memcpy(node->op_params, (multiplies ? product : attention).bytes, sizeof(Params));
         if (multiplies) state.add(node);
@@ -54,47 +54,81 @@ static ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph, int n_th
     return status;
 }
 
-ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, int n_threads) {
-    return compute(backend, graph, n_threads, false);
+namespace {
+class OneAttention {  // a graph of one attention, with its memory
+   public:
+    OneAttention(const AttentionShape & s, int n_threads) {
+        ggml_context * ctx = ctx_.get();
+        q = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.key_width, s.n_rows, s.n_heads);
+        k = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, s.key_width, s.n_kv_heads, s.n_cells);  // as in libllama's cache
+        v = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, s.value_width, s.n_kv_heads, s.n_cells);
+        mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, s.n_cells, s.n_rows);
+        sinks = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, s.n_heads);
+        result = ggml_flash_attn_ext(ctx, q, ggml_permute(ctx, k, 0, 2, 1, 3), ggml_permute(ctx, v, 0, 2, 1, 3), mask,
+                                     1 / std::sqrt(float(s.key_width)), 0, 0);
+        ggml_prec_set_acc(result, GGML_PREC_F32);  // as libllama does
+        if (s.has_sinks) ggml_flash_attn_ext_add_sinks(result, sinks);
+        buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_dev_buffer_type(cpu_device())));
+        if (!buffer_) throw std::runtime_error("not enough memory");
+        ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu_.get(), n_threads);
+        graph_ = ggml_new_graph(ctx);
+        ggml_build_forward_expand(graph_, result);
+    }
+    void compute(bool fast) {
+        if ((fast ? compute_fast(cpu_.get(), graph_) : ggml_backend_graph_compute(cpu_.get(), graph_)) != GGML_STATUS_SUCCESS) {
+            throw std::runtime_error("ggml cannot compute this");
+        }
+    }
+    ggml_tensor * q, * k, * v, * mask, * sinks, * result;
+
+   private:
+    std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx_{ggml_init({1 << 20, nullptr, /*no_alloc*/ true}), ggml_free};
+    std::unique_ptr<ggml_backend_buffer, void (*)(ggml_backend_buffer_t)> buffer_{nullptr, ggml_backend_buffer_free};
+    std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)> cpu_{ggml_backend_dev_init(cpu_device(), nullptr), ggml_backend_free};
+    ggml_cgraph * graph_;
+};
+}  // namespace
+
+std::vector<float> attend(const AttentionShape & shape, const AttentionInputs & inputs, int n_threads, bool fast) {
+    OneAttention attention(shape, n_threads);
+    for (int64_t row = 0; row < shape.n_rows; row++) {
+        for (int64_t head = 0; head < shape.n_heads; head++) {
+            memcpy((char *) attention.q->data + row * attention.q->nb[1] + head * attention.q->nb[2],
+                   inputs.queries + (row * shape.n_heads + head) * shape.key_width, shape.key_width * sizeof(float));
+        }
+    }
+    memcpy(attention.k->data, inputs.keys, ggml_nbytes(attention.k));
+    memcpy(attention.v->data, inputs.values, ggml_nbytes(attention.v));
+    memcpy(attention.mask->data, inputs.mask, ggml_nbytes(attention.mask));
+    if (inputs.sinks) memcpy(attention.sinks->data, inputs.sinks, ggml_nbytes(attention.sinks));
+    attention.compute(fast);
+    const float * results = (const float *) attention.result->data;
+    return {results, results + ggml_nelements(attention.result)};
 }
 
-AttentionTimes time_attention(const Attention & a, int n_threads, int n_rounds) {
-    const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(ggml_init({1 << 20, nullptr, /*no_alloc*/ true}), ggml_free);
-    ggml_tensor * q = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, a.width, a.n_rows, a.n_heads);
-    ggml_tensor * k = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, a.width, a.n_kv_heads, a.n_cells);  // as in libllama's cache
-    ggml_tensor * v = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, a.width, a.n_kv_heads, a.n_cells);
-    ggml_tensor * mask = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, a.n_cells, a.n_rows);
-    ggml_tensor * result = ggml_flash_attn_ext(ctx.get(), q, ggml_permute(ctx.get(), k, 0, 2, 1, 3), ggml_permute(ctx.get(), v, 0, 2, 1, 3),
-                                               mask, 1 / std::sqrt(float(a.width)), 0, 0);
-    ggml_prec_set_acc(result, GGML_PREC_F32);  // as libllama does
-    const std::unique_ptr<ggml_backend_buffer, void (*)(ggml_backend_buffer_t)> buffer(
-        ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(cpu_device())), ggml_backend_buffer_free);
-    if (!buffer) throw std::runtime_error("not enough memory");
+std::vector<std::pair<double, double>> time_attention(const AttentionShape & shape, int n_threads, int n_rounds) {
+    OneAttention attention(shape, n_threads);
     std::minstd_rand random(1);
     std::uniform_real_distribution<float> numbers(-1, 1);
-    for (int64_t i = 0; i < ggml_nelements(q); i++) ((float *) q->data)[i] = numbers(random);
-    for (ggml_tensor * t : {k, v}) {
+    for (int64_t i = 0; i < ggml_nelements(attention.q); i++) ((float *) attention.q->data)[i] = numbers(random);
+    for (ggml_tensor * t : {attention.k, attention.v}) {
         for (int64_t i = 0; i < ggml_nelements(t); i++) ((ggml_fp16_t *) t->data)[i] = ggml_fp32_to_fp16(numbers(random));
     }
-    for (int64_t row = 0; row < a.n_rows; row++) {
-        for (int64_t c = 0; c < a.n_cells; c++) {
-            ((ggml_fp16_t *) mask->data)[row * a.n_cells + c] = ggml_fp32_to_fp16(c <= a.n_cells - a.n_rows + row ? 0 : -INFINITY);
+    for (int64_t row = 0; row < shape.n_rows; row++) {
+        for (int64_t c = 0; c < shape.n_cells; c++) {
+            ((ggml_fp16_t *) attention.mask->data)[row * shape.n_cells + c] =
+                ggml_fp32_to_fp16(c <= shape.n_cells - shape.n_rows + row ? 0 : -INFINITY);
         }
     }
-    const std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)> cpu(ggml_backend_dev_init(cpu_device(), nullptr), ggml_backend_free);
-    ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu.get(), n_threads);
-    ggml_cgraph * graph = ggml_new_graph(ctx.get());
-    ggml_build_forward_expand(graph, result);
-    AttentionTimes times{{}, attention_is_faster(result, n_threads)};
+    std::vector<std::pair<double, double>> times;
     for (int round = -1; round < n_rounds; round++) {  // the first one warms up
         double seconds[2];
-        for (int own = 0; own < 2; own++) {
+        for (int fast = 0; fast < 2; fast++) {
             const auto start = std::chrono::steady_clock::now();
-            const auto status = own ? compute(cpu.get(), graph, n_threads, true) : ggml_backend_graph_compute(cpu.get(), graph);
-            if (status != GGML_STATUS_SUCCESS) throw std::runtime_error("ggml cannot compute this");
-            seconds[own] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+            attention.compute(fast);
+            seconds[fast] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         }
-        if (round >= 0) times.seconds.emplace_back(seconds[0], seconds[1]);
+        if (round >= 0) times.emplace_back(seconds[0], seconds[1]);
     }
     return times;
 }
@@ -130,7 +164,7 @@ std::vector<float> multiply(const Product & p, int n_threads, bool repack, bool 
     ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu.get(), n_threads);
     ggml_cgraph * graph = ggml_new_graph(ctx.get());
     ggml_build_forward_expand(graph, result);
-    require((fast ? compute_fast(cpu.get(), graph, n_threads) : ggml_backend_graph_compute(cpu.get(), graph)) == GGML_STATUS_SUCCESS,
+    require((fast ? compute_fast(cpu.get(), graph) : ggml_backend_graph_compute(cpu.get(), graph)) == GGML_STATUS_SUCCESS,
             "ggml cannot compute this");
     std::vector<float> results(ggml_nelements(result));
     ggml_backend_tensor_get(result, results.data(), 0, ggml_nbytes(result));

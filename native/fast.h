@@ -45,7 +45,6 @@ struct FastGraph {
 
 // Flash attention for any number of rows; see attention.cpp.
 bool can_attend(const ggml_tensor * node);
-bool attention_is_faster(const ggml_tensor * node, int n_threads);
 void compute_attention(ggml_tensor * node, int thread, int n_threads, void * state);
 
 // Products with quantized weights; see products.cpp.
@@ -63,15 +62,20 @@ struct Product {
 // Row by row for each token, and for each of its experts. Throws std::runtime_error.
 std::vector<float> multiply(const Product & product, int n_threads, bool repack, bool fast);
 
-// One attention alone, as a stage computes it, for measurements.
-struct Attention {
-    int64_t width, n_heads, n_kv_heads, n_rows, n_cells;  // each row sees all cells but those of the rows after it
+// One attention alone, as a stage computes it, for tests and measurements.
+struct AttentionShape {
+    int64_t key_width, value_width, n_heads, n_kv_heads, n_rows, n_cells;
+    bool has_sinks;
 };
-// Seconds of `n_rounds` rounds, each with ggml's kernel and then with our own, and whether a stage would use our own.
-struct AttentionTimes {
-    std::vector<std::pair<double, double>> seconds;
-    bool uses_own;
+struct AttentionInputs {
+    const float * queries;            // (rows, heads, width)
+    const uint16_t * keys, * values;  // F16; (cells, KV heads, width)
+    const uint16_t * mask;            // F16; (rows, cells)
+    const float * sinks;              // of each head; nullptr: none
 };
-AttentionTimes time_attention(const Attention & attention, int n_threads, int n_rounds);
+// Returns (rows, heads, width). Both throw std::runtime_error.
+std::vector<float> attend(const AttentionShape & shape, const AttentionInputs & inputs, int n_threads, bool fast);
+// Seconds of each round, with ggml's kernel and then with our own. Each row sees all cells but those of the rows after it.
+std::vector<std::pair<double, double>> time_attention(const AttentionShape & shape, int n_threads, int n_rounds);
 
 }  // namespace ggpipe

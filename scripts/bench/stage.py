@@ -7,7 +7,7 @@ memory  a quarter of the layers: resident memory (smaps) mapped, bytes read (rch
 idle    CPU time of a rank that waits for 10 s
 
 With --attention: only flash attention, ours against ggml's (`scripts/bench/attention.py`). Exit code 1 where ours is
-used and slower.
+slower.
 
 All on random Q4_0 models of 0.75 B parameters, one thread a rank, each rank pinned to one core (not for rows). What is
 compared is measured in turn, A B A B, in one run; tables show medians of the pairs' ratios with the quartiles.

@@ -1,0 +1,55 @@
+// One thread's part of flash attention; see attention.cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "ggml.h"
+
+namespace ggpipe {
+
+constexpr int kTile = 32;             // cells at a time
+constexpr int64_t kMaxLanes = 64;     // of a task
+constexpr uint16_t kHidden = 0xfc00;  // in a mask: minus infinity; what a row sees is 0
+
+// A thread's memory for one task. On the heap, since threads may have small stacks.
+class Scratch {
+   public:
+    char * of(size_t bytes) {
+        if (bytes > size_) {
+            memory_.reset((char *) std::aligned_alloc(64, GGML_PAD(bytes, 64)));
+            size_ = bytes;
+            if (!memory_) throw std::bad_alloc();
+        }
+        return memory_.get();
+    }
+
+   private:
+    struct Free { void operator()(char * memory) const { std::free(memory); } };
+    std::unique_ptr<char, Free> memory_;
+    size_t size_ = 0;
+};
+
+struct AttentionTask {  // some lanes of a block at some KV heads
+    const ggml_tensor * node;
+    const std::vector<int32_t> & cells;   // that some rows of the block see
+    const std::vector<uint8_t> & by_all;  // of each cell of the cache: whether all of them do
+    int64_t group;  // query heads that share a KV head
+    int64_t first_row, first_head, n_heads, first_lane, n_lanes;  // at most kMaxLanes for all heads
+    Scratch & scratch;
+
+    int64_t row(int64_t lane) const { return first_row + (first_lane + lane) / group; }
+    int64_t query_head(int64_t head, int64_t lane) const { return (first_head + head) * group + (first_lane + lane) % group; }
+    const uint16_t * mask(int64_t lane) const {
+        return (const uint16_t *) ((const char *) node->src[3]->data + row(lane) * node->src[3]->nb[1]);
+    }
+};
+using AttentionKernel = void (*)(const AttentionTask &);
+AttentionKernel avx512_attention();  // nullptr: the CPU cannot
+AttentionKernel avx2_attention();
+
+}  // namespace ggpipe

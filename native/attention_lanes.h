@@ -1,0 +1,273 @@
+// Attention of one task. Sources for one set of instructions define GGPIPE_TARGET and, in a namespace of their own, F (a vector
+// of kWidth numbers) and the functions on it that are used here, and include this there.
+//
+// Vectors go along the width of heads. A few lanes and a few cells make eight sums that stay in registers: for scores eight
+// products of a query with keys, for values eight parts of the results. One lane is as good as any.
+//
+// A lane's bits depend on nothing but the cells that its row sees, in their order: neither on the other lanes, nor on cells
+// between them, nor on where tiles end. For that, each cell's values are added in turn, and powers are of 2, relative to an
+// integer: when a higher score comes, all sums are scaled by a power of 2, which does not round.
+
+constexpr int kSums = 8;
+constexpr float kLowest = -1e30f;  // below any score; unlike infinity, it may be subtracted from itself
+
+GGPIPE_TARGET GGPIPE_INLINE inline float power_of_2(float exponent) {  // of an integer; 0 below the normal numbers
+    const uint32_t bits = exponent < -126 ? 0 : uint32_t(int(exponent) + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+// 2 to the (x - high) for scores of at most about `high`, an integer, with Cephes' polynomial.
+GGPIPE_TARGET GGPIPE_INLINE inline F powers_of_2(F x, F high) {
+    const F integer = rounded(x), r = x - integer, exponent = integer - high;
+    F p = multiply_add(r, all(1.535336188319500e-4f), all(1.339887440266574e-3f));
+    p = multiply_add(p, r, all(9.618437357674640e-3f));
+    p = multiply_add(p, r, all(5.550332471162809e-2f));
+    p = multiply_add(p, r, all(2.402264791363012e-1f));
+    p = multiply_add(p, r, all(6.931472028550421e-1f));
+    p = multiply_add(p, r, all(1.0f));
+    return scaled(p, exponent);
+}
+
+// Scores of L lanes at cells `first` to `end`, kSums / L at a time. Lanes are `n` vectors each.
+template <int L, class Keys>
+GGPIPE_TARGET GGPIPE_INLINE inline void score(const F * queries, int64_t n, const Keys & keys, int first, int end, float * scores) {
+    constexpr int C = kSums / L;
+    for (int cell = first; cell < end; cell += C) {
+        F sums[kSums] = {};
+        for (int64_t d = 0; d < n; d++) {
+            F query[L], key[C];  // the fewer of them stay in registers, while the others pass
+            if (L < C) {
+                for (int l = 0; l < L; l++) query[l] = queries[l * n + d];
+                for (int c = 0; c < C; c++) {
+                    key[0] = keys(cell + c, d);
+                    for (int l = 0; l < L; l++) sums[l * C + c] = multiply_add(query[l], key[0], sums[l * C + c]);
+                }
+            } else {
+                for (int c = 0; c < C; c++) key[c] = keys(cell + c, d);
+                for (int l = 0; l < L; l++) {
+                    query[0] = queries[l * n + d];
+                    for (int c = 0; c < C; c++) sums[l * C + c] = multiply_add(query[0], key[c], sums[l * C + c]);
+                }
+            }
+        }
+        alignas(32) float each[kSums];
+        add_up(sums, each);
+        for (int l = 0; l < L; l++) memcpy(scores + l * kTile + cell, each + l * C, C * sizeof(float));
+    }
+}
+
+// Adds cells' values, weighted, to vectors d to d + D of L lanes' results; with `kCounts` the weights to `totals`.
+template <int L, int D, bool kCounts, class Values, class Ahead>
+GGPIPE_TARGET GGPIPE_INLINE inline void weigh(F * results, int64_t n, const float * weights, F * totals, const Values & values,
+                                              int64_t d, int n_cells, const Ahead & ahead) {
+    F sums[L * D], total[L];
+    for (int l = 0; l < L; l++) {
+        total[l] = totals[l];
+        for (int i = 0; i < D; i++) sums[l * D + i] = results[l * n + d + i];
+    }
+    for (int c = 0; c < n_cells; c++) {
+        if (kCounts) ahead(c);
+        F weight[L], value[D];
+        if (L < D) {
+            for (int l = 0; l < L; l++) weight[l] = all(weights[l * kTile + c]);
+            for (int i = 0; i < D; i++) {
+                value[0] = values(c, d + i);
+                for (int l = 0; l < L; l++) sums[l * D + i] = multiply_add(weight[l], value[0], sums[l * D + i]);
+            }
+            for (int l = 0; kCounts && l < L; l++) total[l] += weight[l];
+        } else {
+            for (int i = 0; i < D; i++) value[i] = values(c, d + i);
+            for (int l = 0; l < L; l++) {
+                weight[0] = all(weights[l * kTile + c]);
+                if (kCounts) total[l] += weight[0];
+                for (int i = 0; i < D; i++) sums[l * D + i] = multiply_add(weight[0], value[i], sums[l * D + i]);
+            }
+        }
+    }
+    for (int l = 0; l < L; l++) {
+        totals[l] = total[l];
+        for (int i = 0; i < D; i++) results[l * n + d + i] = sums[l * D + i];
+    }
+}
+// The same from vector d on, D at a time, then half as many.
+template <int L, int D, bool kCounts, class Values, class Ahead>
+GGPIPE_TARGET GGPIPE_INLINE inline void weigh_all(F * results, int64_t n, const float * weights, F * totals, const Values & values,
+                                                  int64_t d, int n_cells, const Ahead & ahead) {
+    if (n - d < D) {
+        if constexpr (D > 1) weigh_all<L, D / 2, kCounts>(results, n, weights, totals, values, d, n_cells, ahead);
+        return;
+    }
+    weigh<L, D, kCounts>(results, n, weights, totals, values, d, n_cells, ahead);
+    for (d += D; d + D <= n; d += D) weigh<L, D, false>(results, n, weights, totals, values, d, n_cells, ahead);
+    if constexpr (D > 1) weigh_all<L, D / 2, false>(results, n, weights, totals, values, d, n_cells, ahead);
+}
+
+class Attention {
+   public:
+    GGPIPE_TARGET Attention(const AttentionTask & t) : t_(t), keys_(t.node->src[1]), values_(t.node->src[2]) {
+        n_k_ = (keys_->ne[0] + kWidth - 1) / kWidth;
+        n_v_ = (values_->ne[0] + kWidth - 1) / kWidth;
+        const int64_t n_lanes = t.n_heads * t.n_lanes, n_tile = kTile * std::max(n_k_, n_v_);
+        const size_t n_vectors = n_lanes * (n_k_ + n_v_ + 1) + n_tile;
+        queries_ = (F *) t.scratch.of(sizeof(F) * n_vectors + sizeof(float) * (t.n_lanes * kTile + n_lanes));
+        results_ = queries_ + n_lanes * n_k_;
+        totals_ = results_ + n_lanes * n_v_;
+        tile_ = totals_ + n_lanes;
+        scores_ = (float *) (tile_ + n_tile);
+        high_ = scores_ + t.n_lanes * kTile;
+    }
+
+    GGPIPE_TARGET void run() {
+        begin();
+        const bool in_place = t_.n_lanes <= kInPlace && keys_->ne[0] % kWidth == 0 && values_->ne[0] % kWidth == 0;
+        for (size_t at = 0; at < t_.cells.size(); at += kTile) {
+            n_cells_ = std::min<size_t>(kTile, t_.cells.size() - at);
+            cells_ = t_.cells.data() + at;
+            all_see_ = true;
+            for (int c = 0; c < n_cells_; c++) all_see_ &= t_.by_all[cells_[c]] != 0;
+            for (int64_t h = 0; h < t_.n_heads; h++) {
+                for (int c = 0; c < kTile; c++) {  // the last tile's missing cells are its last one
+                    const int64_t cell = cells_[std::min(c, n_cells_ - 1)];
+                    key_rows_[c] = row_of(keys_, cell, h);
+                    value_rows_[c] = row_of(values_, cell, h);
+                }
+                if (in_place) run_in_place(h, t_.cells.size() - at);
+                else run_packed(h);
+            }
+        }
+        end();
+    }
+
+   private:
+    static constexpr int64_t kInPlace = 8;  // most lanes for which F16 cells are not widened once for all
+
+    GGPIPE_TARGET const uint16_t * row_of(const ggml_tensor * t, int64_t cell, int64_t head) const {
+        return (const uint16_t *) ((const char *) t->data + cell * t->nb[1] + (t_.first_head + head) * t->nb[2]);
+    }
+
+    GGPIPE_TARGET void begin() {
+        const ggml_tensor * q = t_.node->src[0], * sinks = t_.node->src[4];
+        const float log2_e = 1.44269504f, scale = ((const float *) t_.node->op_params)[kOwnParams] * log2_e;
+        memset((void *) queries_, 0, (char *) tile_ - (char *) queries_);
+        for (int64_t i = 0; i < t_.n_heads * t_.n_lanes; i++) {
+            const int64_t head = t_.query_head(i / t_.n_lanes, i % t_.n_lanes), row = t_.row(i % t_.n_lanes);
+            const float * from = (const float *) ((const char *) q->data + row * q->nb[1] + head * q->nb[2]);
+            float * to = (float *) (queries_ + i * n_k_);
+            for (int64_t d = 0; d < keys_->ne[0]; d++) to[d] = from[d] * scale;
+            const float sink = sinks ? ((const float *) sinks->data)[head] * log2_e : 0;
+            high_[i] = sinks ? std::nearbyint(sink) : kLowest;
+            totals_[i] = all(sinks ? std::exp2(sink - high_[i]) : 0);
+        }
+    }
+
+    GGPIPE_TARGET void end() const {
+        for (int64_t i = 0; i < t_.n_heads * t_.n_lanes; i++) {
+            const int64_t head = t_.query_head(i / t_.n_lanes, i % t_.n_lanes), row = t_.row(i % t_.n_lanes);
+            float * to = (float *) ((char *) t_.node->data + row * t_.node->nb[2] + head * t_.node->nb[1]);
+            const float * from = (const float *) (results_ + i * n_v_), total = *(const float *) &totals_[i];
+            for (int64_t d = 0; d < values_->ne[0]; d++) to[d] = total > 0 ? from[d] / total : 0;
+        }
+    }
+
+    // Makes weights of a lane's scores at this tile.
+    GGPIPE_TARGET GGPIPE_INLINE void make_weights(int64_t lane, int64_t i) {
+        float * scores = scores_ + lane * kTile;
+        const uint16_t * mask = all_see_ ? nullptr : t_.mask(lane);
+        for (int c = 0; mask && c < n_cells_; c++) {
+            if (mask[cells_[c]] == kHidden) scores[c] = -INFINITY;
+        }
+        for (int c = n_cells_; c < kTile; c++) scores[c] = -INFINITY;
+        F * x = (F *) scores;
+        F highest = x[0];
+        for (int c = 1; c < kTile / kWidth; c++) highest = x[c] > highest ? x[c] : highest;
+        const float high = std::nearbyint(maximum(highest));
+        if (high > high_[i]) {
+            const F rescale = all(power_of_2(high_[i] - high));
+            high_[i] = high;
+            totals_[i] *= rescale;
+            for (int64_t d = 0; d < n_v_; d++) results_[i * n_v_ + d] *= rescale;
+        }
+        for (int c = 0; c < kTile / kWidth; c++) x[c] = powers_of_2(x[c], all(high_[i]));
+    }
+
+    // Calls compute(L, lane) for all lanes, L at a time.
+    template <class Compute> GGPIPE_TARGET GGPIPE_INLINE void for_lanes(const Compute & compute) const {
+        int64_t lane = 0;
+        for (; lane + 4 <= t_.n_lanes; lane += 4) compute(std::integral_constant<int, 4>(), lane);
+        for (; lane + 2 <= t_.n_lanes; lane += 2) compute(std::integral_constant<int, 2>(), lane);
+        for (; lane < t_.n_lanes; lane++) compute(std::integral_constant<int, 1>(), lane);
+    }
+    template <class Keys> GGPIPE_TARGET GGPIPE_INLINE void add_scores(int64_t head, const Keys & keys, int first, int end) const {
+        const F * queries = queries_ + head * t_.n_lanes * n_k_;
+        for_lanes([&](auto n, int64_t lane) GGPIPE_TARGET GGPIPE_INLINE {
+            score<decltype(n)::value>(queries + lane * n_k_, n_k_, keys, first, end, scores_ + lane * kTile);
+        });
+    }
+    template <class Values, class Ahead>
+    GGPIPE_TARGET GGPIPE_INLINE void add_values(int64_t head, const Values & values, const Ahead & ahead) const {
+        F * results = results_ + head * t_.n_lanes * n_v_, * totals = totals_ + head * t_.n_lanes;
+        for_lanes([&](auto n, int64_t lane) GGPIPE_TARGET GGPIPE_INLINE {
+            constexpr int L = decltype(n)::value;
+            weigh_all<L, kSums / L, true>(results + lane * n_v_, n_v_, scores_ + lane * kTile, totals + lane, values, 0, n_cells_, ahead);
+        });
+    }
+    GGPIPE_TARGET GGPIPE_INLINE void make_weights(int64_t head) {
+        for (int64_t lane = 0; lane < t_.n_lanes; lane++) make_weights(lane, head * t_.n_lanes + lane);
+    }
+
+    // Widens F16 cells as they are used. While keys are, the values come into the cache, and while these are, the next keys.
+    GGPIPE_TARGET __attribute__((noinline)) void run_in_place(int64_t head, size_t n_left) {
+        const auto fetch = [](const uint16_t * row, int64_t n) GGPIPE_TARGET GGPIPE_INLINE {
+            for (int64_t i = 0; i < n * kWidth; i += 32) __builtin_prefetch(row + i, 0, 2);
+        };
+        const auto keys = [&](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return widened(key_rows_[c] + d * kWidth); };
+        const auto values = [&](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return widened(value_rows_[c] + d * kWidth); };
+        for (int c = 0; c < n_cells_; c += kSums) {  // few cells for all lanes: those of one head often evict each other
+            for (int i = c; i < c + kSums; i++) fetch(value_rows_[i], n_v_);
+            add_scores(head, keys, c, c + kSums);
+        }
+        make_weights(head);
+        const bool is_last = head + 1 == t_.n_heads;
+        add_values(head, values, [&](int c) GGPIPE_TARGET GGPIPE_INLINE {
+            if (!is_last) fetch((const uint16_t *) ((const char *) key_rows_[c] + keys_->nb[2]), n_k_);
+            else if (size_t(c + kTile) < n_left) fetch(row_of(keys_, cells_[c + kTile], 0), n_k_);
+        });
+    }
+
+    // Widens cells first, for all lanes.
+    GGPIPE_TARGET __attribute__((noinline)) void run_packed(int64_t head) {
+        const F * tile = tile_;
+        const int64_t n_k = n_k_, n_v = n_v_;
+        pack(key_rows_, keys_->ne[0], GGML_PAD(n_cells_, kSums));
+        add_scores(head, [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile[c * n_k + d]; }, 0, n_cells_);
+        make_weights(head);
+        pack(value_rows_, values_->ne[0], n_cells_);
+        add_values(head, [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile[c * n_v + d]; }, [](int) GGPIPE_TARGET GGPIPE_INLINE {});
+    }
+
+    GGPIPE_TARGET GGPIPE_INLINE void pack(const uint16_t * const * rows, int64_t width, int n_cells) {
+        const int64_t n_whole = width / kWidth, n = (width + kWidth - 1) / kWidth;
+        for (int c = 0; c < n_cells; c++) {
+            for (int64_t d = 0; d < n_whole; d++) tile_[c * n + d] = widened(rows[c] + d * kWidth);
+            if (n == n_whole) continue;
+            uint16_t rest[kWidth] = {};
+            memcpy(rest, rows[c] + n_whole * kWidth, (width - n_whole * kWidth) * sizeof(uint16_t));
+            tile_[c * n + n_whole] = widened(rest);
+        }
+    }
+
+    const AttentionTask & t_;
+    const ggml_tensor * keys_, * values_;
+    int64_t n_k_, n_v_;               // vectors of a key, and of a value
+    F * queries_, * results_;         // of each lane of each head
+    F * totals_;                      // the sum of its weights, kWidth times
+    F * tile_;                        // keys or values
+    float * scores_;                  // of one head's lanes at a tile's cells, and their weights
+    float * high_;                    // of each lane of each head: its highest score, rounded
+    const int32_t * cells_;           // of this tile
+    int n_cells_;
+    bool all_see_;
+    const uint16_t * key_rows_[kTile], * value_rows_[kTile];
+};
