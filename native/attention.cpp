@@ -66,8 +66,8 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
         const int64_t n_lanes = (end - row) * group, n_chunks = (n_lanes + size - 1) / size;
         int64_t n_parts = kv_heads;  // of the KV heads; few, so that their cells, which are neighbors, are read together
         if (n_chunks == 1) {
-            n_parts = GGML_PAD((kv_heads * n_lanes + kMaxLanes - 1) / kMaxLanes, n_threads);
-            n_parts = std::min(n_parts, kv_heads);
+            const int64_t fewest = (kv_heads * n_lanes + kMaxLanes - 1) / kMaxLanes;
+            n_parts = std::min((fewest + n_threads - 1) / n_threads * n_threads, kv_heads);
         }
         for (int64_t part = 0; part < n_parts; part++) {
             const int64_t head = kv_heads * part / n_parts, n_heads = kv_heads * (part + 1) / n_parts - head;

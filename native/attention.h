@@ -39,7 +39,7 @@ struct AttentionTask {  // some lanes of a block at some KV heads
     const std::vector<int32_t> & cells;   // that some rows of the block see
     const std::vector<uint8_t> & by_all;  // of each cell of the cache: whether all of them do
     int64_t group;  // query heads that share a KV head
-    int64_t first_row, first_head, n_heads, first_lane, n_lanes;  // at most kMaxLanes for all heads
+    int64_t first_row, first_head, n_heads, first_lane, n_lanes;  // of all heads about kMaxLanes at most
     Scratch & scratch;
 
     int64_t row(int64_t lane) const { return first_row + (first_lane + lane) / group; }

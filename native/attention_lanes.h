@@ -32,7 +32,8 @@ GGPIPE_TARGET GGPIPE_INLINE inline F powers_of_2(F x, F high) {
 
 // Scores of L lanes at cells `first` to `end`, kSums / L at a time. Lanes are `n` vectors each.
 template <int L, class Keys>
-GGPIPE_TARGET GGPIPE_INLINE inline void score(const F * queries, int64_t n, const Keys & keys, int first, int end, float * scores) {
+GGPIPE_TARGET GGPIPE_INLINE inline void score(const F * queries, int64_t n, const Keys & keys, int first, int end,
+                                              float * scores) {
     constexpr int C = kSums / L;
     for (int cell = first; cell < end; cell += C) {
         F sums[kSums] = {};
@@ -93,8 +94,8 @@ GGPIPE_TARGET GGPIPE_INLINE inline void weigh(F * results, int64_t n, const floa
 }
 // The same from vector d on, D at a time, then half as many.
 template <int L, int D, bool kCounts, class Values, class Ahead>
-GGPIPE_TARGET GGPIPE_INLINE inline void weigh_all(F * results, int64_t n, const float * weights, F * totals, const Values & values,
-                                                  int64_t d, int n_cells, const Ahead & ahead) {
+GGPIPE_TARGET GGPIPE_INLINE inline void weigh_all(F * results, int64_t n, const float * weights, F * totals,
+                                                  const Values & values, int64_t d, int n_cells, const Ahead & ahead) {
     if (n - d < D) {
         if constexpr (D > 1) weigh_all<L, D / 2, kCounts>(results, n, weights, totals, values, d, n_cells, ahead);
         return;
@@ -199,7 +200,8 @@ class Attention {
         for (; lane + 2 <= t_.n_lanes; lane += 2) compute(std::integral_constant<int, 2>(), lane);
         for (; lane < t_.n_lanes; lane++) compute(std::integral_constant<int, 1>(), lane);
     }
-    template <class Keys> GGPIPE_TARGET GGPIPE_INLINE void add_scores(int64_t head, const Keys & keys, int first, int end) const {
+    template <class Keys>
+    GGPIPE_TARGET GGPIPE_INLINE void add_scores(int64_t head, const Keys & keys, int first, int end) const {
         const F * queries = queries_ + head * t_.n_lanes * n_k_;
         for_lanes([&](auto n, int64_t lane) GGPIPE_TARGET GGPIPE_INLINE {
             score<decltype(n)::value>(queries + lane * n_k_, n_k_, keys, first, end, scores_ + lane * kTile);
@@ -210,7 +212,8 @@ class Attention {
         F * results = results_ + head * t_.n_lanes * n_v_, * totals = totals_ + head * t_.n_lanes;
         for_lanes([&](auto n, int64_t lane) GGPIPE_TARGET GGPIPE_INLINE {
             constexpr int L = decltype(n)::value;
-            weigh_all<L, kSums / L, true>(results + lane * n_v_, n_v_, scores_ + lane * kTile, totals + lane, values, 0, n_cells_, ahead);
+            const float * weights = scores_ + lane * kTile;
+            weigh_all<L, kSums / L, true>(results + lane * n_v_, n_v_, weights, totals + lane, values, 0, n_cells_, ahead);
         });
     }
     GGPIPE_TARGET GGPIPE_INLINE void make_weights(int64_t head) {
@@ -240,11 +243,13 @@ class Attention {
     GGPIPE_TARGET __attribute__((noinline)) void run_packed(int64_t head) {
         const F * tile = tile_;
         const int64_t n_k = n_k_, n_v = n_v_;
+        const auto keys = [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile[c * n_k + d]; };
+        const auto values = [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile[c * n_v + d]; };
         pack(key_rows_, keys_->ne[0], GGML_PAD(n_cells_, kSums));
-        add_scores(head, [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile[c * n_k + d]; }, 0, n_cells_);
+        add_scores(head, keys, 0, n_cells_);
         make_weights(head);
         pack(value_rows_, values_->ne[0], n_cells_);
-        add_values(head, [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile[c * n_v + d]; }, [](int) GGPIPE_TARGET GGPIPE_INLINE {});
+        add_values(head, values, [](int) GGPIPE_TARGET GGPIPE_INLINE {});
     }
 
     GGPIPE_TARGET GGPIPE_INLINE void pack(const uint16_t * const * rows, int64_t width, int n_cells) {

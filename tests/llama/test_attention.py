@@ -1,4 +1,4 @@
-"""ggpipe's own flash attention: ggml's logits but for rounding, the same bits for every cut and number of threads."""
+"""ggpipe's own flash attention: ggml's logits but for rounding, the same bits for every cut, run and thread count."""
 
 import subprocess
 import sys
@@ -69,6 +69,16 @@ def test_same_bits_for_every_cut_and_number_of_threads(name: str, folder: Path) 
     whole = logits(path, CONTEXT)
     np.testing.assert_array_equal(logits(path, CONTEXT, cuts=(1,)), whole)
     np.testing.assert_array_equal(logits(path, CONTEXT, threads=2), whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "falcon", "gemma3"])
+def test_same_bits_for_rows_alone_and_together(name: str, folder: Path) -> None:
+    """With quantized weights, whose products do not depend on the other rows either."""
+    path = make(name, folder / f"{name}-q8_0.gguf", weight_type="q8_0")
+    rows = (replace(run, rows=(row,)) for run in runs() for row in run.rows)
+    with Pipeline(path, (), CONTEXT) as pipeline:
+        alone = np.concatenate([pipeline.decode(replace(run, id=i)) for i, run in enumerate(rows, 1)])
+    np.testing.assert_array_equal(alone, logits(path, CONTEXT))
 
 
 @pytest.mark.parametrize(
