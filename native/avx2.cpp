@@ -11,7 +11,7 @@ const Kernel * avx2_kernel([[maybe_unused]] ggml_type type) {
 #define GGPIPE_KERNEL(NAME) \
         case GGML_TYPE_##NAME: { \
             using Format = avx2::NAME; \
-            static constexpr Kernel kernel{Format::From::kGroup > 1, avx2::kLanes, avx2::kNumberBytes<Format>, \
+            static constexpr Kernel kernel{Format::From::kGroup > 1, avx2::kTileRows, sizeof(avx2::Numbers<Format>), \
                                            avx2::quantize<Format>, avx2::multiply<Format>}; \
             return &kernel; \
         }

@@ -25,7 +25,7 @@ struct Weights {
 };
 struct Activations {  // quantized as a format of weights wants them: chunk by chunk, and in these row by row
     int64_t n_rows, n_columns, n_chunks;
-    int8_t * numbers;        // of each row, as many bytes as the kernel says
+    int8_t * numbers;        // of each row, as many bytes as the kernel says; with AVX2, this is all
     int32_t * starts;        // of each unit: what makes up for the offset of the weights' numbers
     float * scales, * sums;  // of each unit; a sum is that of its values
 };

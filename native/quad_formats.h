@@ -1,4 +1,4 @@
-// How formats of quantized weights are unpacked into quads, for quad_tiles.h.
+// How formats of quantized weights are unpacked into quads or lanes, for quad_tiles.h.
 #pragma once
 
 #ifdef __x86_64__
@@ -10,26 +10,28 @@ constexpr int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 
 constexpr int8_t kFloat4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // Each has a number of columns and bytes a block (of a row), columns a unit (which share a scale), and columns a step, of which
-// activations share a scale. `unpack` calls `emit` for each unit of a tile, in order unless kSuper, with its number, its quads
-// (A and B of each 8 columns), and what else follows.
+// activations share a scale. `unpack` calls `emit` for each unit of a tile, in order unless kSuper, with its number, its columns
+// as the source has them (quads, or lanes), and what else follows.
 //
-// kWide: numbers have 8 bits with a sign. Products of two columns would not fit into 16 bits, so numbers are widened.
-// Otherwise they have no sign, kOffset was added to them, and products of a unit fit into 16 bits.
+// kSigned: numbers have 8 bits with a sign. Products of two columns fit into 16 bits, sums of those do not.
+// Otherwise they have no sign, kOffset was added to them, and kHighest is the highest. In quads, products of a unit fit into 16
+// bits.
 // kSuper: scales are integers, pairs of units of them in `Block`. Otherwise a scale and a minimum are given to `emit`.
 
-template <class Source, bool kIsWide> struct Small {
+template <class Source, bool kIsSigned> struct Small {
     using From = Source;
-    static constexpr int kUnit = 32, kBlock = 32, kStep = 32, kOffset = 0;
-    static constexpr bool kWide = kIsWide, kSuper = false, kHasMinima = false;
+    static constexpr int kUnit = 32, kBlock = 32, kStep = 32, kOffset = 0, kHighest = 128;
+    static constexpr bool kSigned = kIsSigned, kSuper = false, kHasMinima = false;
 };
 #define GGPIPE_UNITS(N) _Pragma("GCC unroll 1") for (int u = 0; u < N; u++)
-#define GGPIPE_UNPACK template <class Emit> GGPIPE_AVX2 GGPIPE_INLINE static void unpack
+#define GGPIPE_UNPACK template <class Source, class Emit> GGPIPE_AVX2 GGPIPE_INLINE static void unpack
 
-// 16 bytes of each row: the lower halves of all, then the upper ones.
-template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline void nibbles(const From & rows, int at, V numbers[8]) {
+// 16 bytes of each row: the lower halves of all, then the upper ones. `inverted`: those bits of each byte.
+template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline void nibbles(const From & rows, int at, V numbers[8], int inverted = 0) {
     V both[4];
     rows.quads(at, both);
     for (int i = 0; i < 4; i++) {
+        if (inverted) both[i] = _mm256_xor_si256(both[i], all_bytes(inverted));
         numbers[i] = four_bits(both[i]);
         numbers[4 + i] = upper_four_bits(both[i]);
     }
@@ -39,19 +41,26 @@ GGPIPE_AVX2 GGPIPE_INLINE inline void look_up(const int8_t * table, int offset, 
     for (int i = 0; i < 8; i++) numbers[i] = _mm256_shuffle_epi8(values, numbers[i]);
 }
 // Fifth bits at `at`, nibbles after them.
-GGPIPE_AVX2 GGPIPE_INLINE inline void fives(const Rows & rows, int at, V numbers[8]) {
+template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline void fives(const From & rows, int at, V numbers[8]) {
     nibbles(rows, at + 4, numbers);
-    const V bits = rows.word(at), each = _mm256_set1_epi64x(0x8040201008040201);
+    const V bits = rows.word(at);
     for (int i = 0; i < 8; i++) {
-        const V which = in_both(_mm_set_epi64x(0x0404040404040404, 0)), from = all_bytes(i % 2 * 8 + i / 2);
-        const V has = _mm256_and_si256(_mm256_shuffle_epi8(bits, _mm256_add_epi8(which, from)), each);
+        V from, each;  // byte of each row, and bit
+        if (From::kInLanes) {
+            from = _mm256_add_epi8(in_both(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0)), all_bytes(i / 2));
+            each = _mm256_set1_epi32(i % 2 ? 0x80402010 : 0x08040201);
+        } else {
+            from = _mm256_add_epi8(in_both(_mm_set_epi64x(0x0404040404040404, 0)), all_bytes(i % 2 * 8 + i / 2));
+            each = _mm256_set1_epi64x(0x8040201008040201);
+        }
+        const V has = _mm256_and_si256(_mm256_shuffle_epi8(bits, from), each);
         numbers[i] = _mm256_or_si256(numbers[i], _mm256_and_si256(_mm256_cmpeq_epi8(has, each), all_bytes(16)));
     }
 }
 
 struct Q8_0 : Small<Rows, true> {
     static constexpr int kBytes = 34;
-    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         GGPIPE_UNITS(8) {
             V numbers[8];
             for (int i = 0; i < 2; i++) rows.quads(2 + 16 * i, numbers + 4 * i);
@@ -61,9 +70,9 @@ struct Q8_0 : Small<Rows, true> {
     }
 };
 struct Q4_1 : Small<Rows, false> {
-    static constexpr int kBytes = 20;
+    static constexpr int kBytes = 20, kHighest = 15;
     static constexpr bool kHasMinima = true;
-    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         GGPIPE_UNITS(8) {
             V numbers[8];
             nibbles(rows, 4, numbers);
@@ -73,8 +82,8 @@ struct Q4_1 : Small<Rows, false> {
     }
 };
 struct Q5_0 : Small<Rows, false> {
-    static constexpr int kBytes = 22, kOffset = 16;
-    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+    static constexpr int kBytes = 22, kHighest = 31, kOffset = 16;
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         GGPIPE_UNITS(8) {
             V numbers[8];
             fives(rows, 2, numbers);
@@ -84,9 +93,9 @@ struct Q5_0 : Small<Rows, false> {
     }
 };
 struct Q5_1 : Small<Rows, false> {
-    static constexpr int kBytes = 24;
+    static constexpr int kBytes = 24, kHighest = 31;
     static constexpr bool kHasMinima = true;
-    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         GGPIPE_UNITS(8) {
             V numbers[8];
             fives(rows, 4, numbers);
@@ -96,12 +105,11 @@ struct Q5_1 : Small<Rows, false> {
     }
 };
 struct Q4_0 : Small<Eights, false> {  // ggml has inverted the upper bit of each number
-    static constexpr int kBytes = 18, kOffset = 8;
-    GGPIPE_UNPACK(Eights rows, const Emit & emit) {
+    static constexpr int kBytes = 18, kHighest = 15, kOffset = 8;
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         GGPIPE_UNITS(8) {
             V numbers[8];
-            nibbles(rows, 16, numbers);
-            for (V & quad : numbers) quad = _mm256_xor_si256(quad, all_bytes(8));
+            nibbles(rows, 16, numbers, 0x88);
             emit(u, numbers, rows.halves(0), F{});
             rows += 8 * kBytes;
         }
@@ -109,7 +117,7 @@ struct Q4_0 : Small<Eights, false> {  // ggml has inverted the upper bit of each
 };
 struct IQ4_NL : Small<Eights, true> {
     static constexpr int kBytes = 18;
-    GGPIPE_UNPACK(Eights rows, const Emit & emit) {
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         GGPIPE_UNITS(8) {
             V numbers[8];
             nibbles(rows, 16, numbers);
@@ -120,8 +128,8 @@ struct IQ4_NL : Small<Eights, true> {
     }
 };
 struct MXFP4 : Small<Eights, false> {
-    static constexpr int kBytes = 17, kOffset = 12;
-    GGPIPE_UNPACK(Eights rows, const Emit & emit) {
+    static constexpr int kBytes = 17, kHighest = 24, kOffset = 12;
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         GGPIPE_UNITS(8) {
             V numbers[8];
             nibbles(rows, 8, numbers);
@@ -136,7 +144,7 @@ struct MXFP4 : Small<Eights, false> {
 };
 struct IQ4_XS : Small<Rows, true> {
     static constexpr int kBytes = 136, kBlock = 256, kStep = 256;
-    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         V head[4];
         rows.words(0, head);
         const F scale = rows.halves(0);
@@ -162,11 +170,11 @@ struct Block {
 template <class Source, int kUnitColumns> struct Super {
     using From = Source;
     static constexpr int kUnit = kUnitColumns, kBlock = 256, kStep = 256, kOffset = 0;
-    static constexpr bool kWide = false, kSuper = true, kHasMinima = false;
+    static constexpr bool kSigned = false, kSuper = true, kHasMinima = false;
 };
 
 struct Q4_K : Super<Eights, 32> {
-    static constexpr int kBytes = 144;
+    static constexpr int kBytes = 144, kHighest = 15;
     static constexpr bool kHasMinima = true;
     GGPIPE_AVX2 GGPIPE_INLINE static void read(const Eights & rows, Block & block) {
         block.scale = rows.halves(0);
@@ -178,7 +186,7 @@ struct Q4_K : Super<Eights, 32> {
             block.minima[i] = Eights::pairs(minima[0], minima[1]);
         }
     }
-    GGPIPE_UNPACK(Eights rows, const Emit & emit) {
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         rows += 128;
         GGPIPE_UNITS(4) {
             V both[8], numbers[8];
@@ -192,7 +200,7 @@ struct Q4_K : Super<Eights, 32> {
     }
 };
 struct Q5_K : Super<Rows, 32> {
-    static constexpr int kBytes = 176;
+    static constexpr int kBytes = 176, kHighest = 31;
     static constexpr bool kHasMinima = true;
     GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
         const V k2 = all_bytes(3), k6 = all_bytes(63);
@@ -210,7 +218,7 @@ struct Q5_K : Super<Rows, 32> {
             block.minima[i] = pair_of_bytes(m[i / 2], i % 2);
         }
     }
-    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         const V k16 = all_bytes(16);
         V high[8];
         for (int i = 0; i < 2; i++) rows.quads(16 + 16 * i, high + 4 * i);
@@ -232,16 +240,16 @@ struct Q5_K : Super<Rows, 32> {
     }
 };
 struct Q6_K : Super<Rows, 16> {
-    static constexpr int kBytes = 210, kOffset = 32;
+    static constexpr int kBytes = 210, kHighest = 63, kOffset = 32;
     GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
         V bytes[4];
         rows.words(192, bytes);
         block.scale = rows.halves(208);
         for (int i = 0; i < 8; i++) block.scales[i] = signed_pair_of_bytes(bytes[i / 2], i % 2);
     }
-    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         const V k48 = all_bytes(48);
-        Rows upper = rows;
+        Source upper = rows;
         upper += 128;
         GGPIPE_UNITS(2) {
             for (int half = 0; half < 2; half++) {  // 16 of each 32 columns
@@ -269,7 +277,7 @@ struct Q6_K : Super<Rows, 16> {
 };
 GGPIPE_AVX2 GGPIPE_INLINE inline V two_bits(V bytes) { return _mm256_and_si256(bytes, all_bytes(3)); }
 struct Q3_K : Super<Rows, 16> {
-    static constexpr int kBytes = 110, kOffset = 4;
+    static constexpr int kBytes = 110, kHighest = 7, kOffset = 4;
     GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
         V packed[4];  // from the second on
         rows.words(92, packed);
@@ -281,7 +289,7 @@ struct Q3_K : Super<Rows, 16> {
             for (int j = 0; j < 2; j++) block.scales[2 * i + j] = _mm256_sub_epi16(pair_of_bytes(bytes, j), _mm256_set1_epi16(32));
         }
     }
-    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         V high[8];
         for (int i = 0; i < 2; i++) rows.quads(16 * i, high + 4 * i);
         rows += 32;
@@ -302,7 +310,7 @@ struct Q3_K : Super<Rows, 16> {
     }
 };
 struct Q2_K : Super<Rows, 16> {
-    static constexpr int kBytes = 84;
+    static constexpr int kBytes = 84, kHighest = 3;
     static constexpr bool kHasMinima = true;
     GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
         V bytes[4];
@@ -314,7 +322,7 @@ struct Q2_K : Super<Rows, 16> {
             block.minima[i] = pair_of_bytes(upper_four_bits(bytes[i / 2]), i % 2);
         }
     }
-    GGPIPE_UNPACK(Rows rows, const Emit & emit) {
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
         rows += 16;
         GGPIPE_UNITS(2) {
             V both[8], numbers[8];

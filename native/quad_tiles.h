@@ -1,4 +1,4 @@
-// Tiles of weights, as quads, times quantized activations, with AVX2; see products.cpp.
+// Tiles of weights times quantized activations, with AVX2; see products.cpp.
 #pragma once
 
 #ifdef __x86_64__
@@ -14,9 +14,18 @@
 
 namespace ggpipe::avx2 {
 
-// Numbers of a chunk of activations. If wide, of each 8 columns the even ones come before the odd ones, as quads have them.
-template <class Format> using Number = std::conditional_t<Format::kWide, int16_t, int8_t>;
-template <class Format> constexpr int kNumberBytes = kChunk * sizeof(Number<Format>);
+// A chunk of a row of activations: all that a product with a tile reads of it is in one place.
+template <class Format, bool kSuper = Format::kSuper> struct Numbers {
+    static constexpr int kUnits = kChunk / Format::kUnit;
+    int8_t numbers[kChunk];
+    int32_t starts[kUnits];                // what makes up for the offset of the weights' numbers
+    float scales[kUnits], sums[kUnits];    // a sum is that of the unit's values
+};
+template <class Format> struct Numbers<Format, true> {
+    int8_t numbers[kChunk];
+    int16_t sums[kChunk / Format::kUnit];  // of numbers
+    float scale, unused;
+};
 
 GGPIPE_AVX2 GGPIPE_INLINE inline float highest_of(const float * x, int n) {
     F highest = _mm256_setzero_ps();
@@ -27,280 +36,360 @@ GGPIPE_AVX2 GGPIPE_INLINE inline float highest_of(const float * x, int n) {
     return *std::max_element(lanes, lanes + kLanes);
 }
 // Rounds numbers of a unit, and returns their sum.
-template <class Format> GGPIPE_AVX2 GGPIPE_INLINE inline int32_t round_unit(const float * x, float inverse, Number<Format> * to) {
+GGPIPE_AVX2 GGPIPE_INLINE inline int32_t round_unit(const float * x, int n, float inverse, int8_t * to) {
     V sums = _mm256_setzero_si256();
-    for (int i = 0; i < Format::kUnit; i += kLanes) {
+    for (int i = 0; i < n; i += kLanes) {
         const V integers = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(inverse)));
         sums = sum_of(sums, integers);
         const __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(integers), _mm256_extracti128_si256(integers, 1));
-        if constexpr (Format::kWide) {
-            const __m128i even_first = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-            _mm_storeu_si128((__m128i *) (to + i), _mm_shuffle_epi8(narrow, even_first));
-        } else {
-            _mm_storel_epi64((__m128i *) (to + i), _mm_packs_epi16(narrow, narrow));
-        }
+        _mm_storel_epi64((__m128i *) (to + i), _mm_packs_epi16(narrow, narrow));
     }
     int32_t lanes[kLanes];
     memcpy(lanes, &sums, sizeof lanes);
     return std::accumulate(lanes, lanes + kLanes, 0);
 }
 
-// Quantize one row of `a`. If kSuper, `starts` has sums of units, 16 bits each.
+// Quantize one row of `a`.
 template <class Format> GGPIPE_AVX2 void quantize(const float * x, int64_t row, const Activations & a) {
     for (int64_t chunk = 0; chunk < a.n_chunks; chunk++, x += kChunk) {
-        const int64_t at = chunk * a.n_rows + row;
+        auto & to = ((Numbers<Format> *) a.numbers)[chunk * a.n_rows + row];
         const int n = std::min<int64_t>(kChunk, a.n_columns - chunk * kChunk);
-        auto * numbers = (Number<Format> *) (a.numbers + at * kNumberBytes<Format>);
-        int32_t * starts = a.starts + at * kMaxUnits;
-        float * scales = a.scales + at * kMaxUnits, * sums = a.sums + at * kMaxUnits;
-        if (n < kChunk) {  // the rest adds nothing
-            memset(numbers + n, 0, (kChunk - n) * sizeof *numbers);
-            std::fill_n(starts, kMaxUnits, 0);
-            std::fill_n(scales, kMaxUnits, 0.0f);
-            std::fill_n(sums, kMaxUnits, 0.0f);
-        }
+        if (n < kChunk) memset(&to, 0, sizeof to);  // the rest adds nothing
         for (int from = 0; from < n; from += Format::kStep) {
             const float max = highest_of(x + from, Format::kStep), inverse = max > 0 ? 127 / max : 0;
             const float scale = Format::kStep == kChunk ? (max > 0 ? 1 / inverse : 0)
                                                         : _cvtsh_ss(_cvtss_sh(max / 127, _MM_FROUND_TO_NEAREST_INT));
             for (int begin = from; begin < from + Format::kStep; begin += Format::kUnit) {
                 const int unit = begin / Format::kUnit;
-                const int32_t sum = round_unit<Format>(x + begin, inverse, numbers + begin);
+                const int32_t sum = round_unit(x + begin, Format::kUnit, inverse, to.numbers + begin);
                 if constexpr (Format::kSuper) {
-                    const int16_t narrow = sum;
-                    memcpy((char *) starts + 2 * unit, &narrow, sizeof narrow);
+                    to.sums[unit] = sum;
                 } else {
-                    starts[unit] = -Format::kOffset * sum;
+                    to.starts[unit] = -Format::kOffset * sum;
+                    to.scales[unit] = scale;
+                    to.sums[unit] = scale * sum;
                 }
-                scales[unit] = Format::kWide ? scale / 256 : scale;  // for the factor that widening leaves
-                sums[unit] = scale * sum;
             }
+            if constexpr (Format::kSuper) to.scale = scale;
         }
     }
 }
 
-// Results of R rows of activations, while a chunk of them is multiplied with a tile.
-template <class Format, int R> struct Sums {
-    static constexpr int kGroups = Format::kUnit / 8;
-    const int8_t * numbers[R];
-    const int32_t * starts[R];
-    const float * scales[R], * minima[R];
-    F * results;       // of each row
-    V a[R], b[R];      // kSuper: integers of the chunk so far
-    F sums[R];         // otherwise
+// Compilers would add up products in another order, for which there are not enough registers.
+GGPIPE_AVX2 GGPIPE_INLINE inline void in_this_order(V & sum) { asm("" : "+x"(sum)); }
 
-    GGPIPE_AVX2 GGPIPE_INLINE Sums(const Activations & x, int64_t chunk, const int32_t * rows, F * results) : results(results) {
-        for (int r = 0; r < R; r++) {
-            const int64_t at = chunk * x.n_rows + rows[r];
-            numbers[r] = x.numbers + at * kNumberBytes<Format>;
-            starts[r] = x.starts + at * kMaxUnits;
-            scales[r] = x.scales + at * kMaxUnits;
-            minima[r] = x.sums + at * kMaxUnits;
+#define GGPIPE_UNROLLED(INDEX, N) _Pragma("GCC unroll 8") for (int INDEX = 0; INDEX < (N); INDEX++)
+
+// ---- what products in lanes add to a result: the same operations in the same order for any number of rows ----
+
+// Without kSuper: those of a unit.
+template <class Format>
+GGPIPE_AVX2 GGPIPE_INLINE inline F with_unit(F sum, V products, const Numbers<Format> & x, int u, F scale, F minimum) {
+    if constexpr (Format::kOffset != 0) products = sum_of(products, _mm256_set1_epi32(x.starts[u]));
+    sum = _mm256_fmadd_ps(floats(products), _mm256_mul_ps(scale, _mm256_broadcast_ss(&x.scales[u])), sum);
+    if constexpr (Format::kHasMinima) sum = _mm256_fmadd_ps(minimum, _mm256_broadcast_ss(&x.sums[u]), sum);
+    return sum;
+}
+// Sums of units of activations, multiplied with pairs of those of the weights.
+template <class Format> GGPIPE_AVX2 GGPIPE_INLINE inline V with_sums(const Numbers<Format> & x, const V * pairs) {
+    V total = _mm256_setzero_si256();
+    for (int i = 0; i < kChunk / Format::kUnit / 2; i++) {
+        int32_t pair;
+        memcpy(&pair, x.sums + 2 * i, sizeof pair);
+        total = sum_of(total, _mm256_madd_epi16(pairs[i], _mm256_set1_epi32(pair)));
+    }
+    return total;
+}
+// With kSuper: those of a chunk, times the scales of units.
+template <class Format>
+GGPIPE_AVX2 GGPIPE_INLINE inline F with_block(F sum, V products, const Numbers<Format> & x, const Block & block) {
+    if constexpr (Format::kOffset != 0) {
+        const V offset = _mm256_mullo_epi32(with_sums(x, block.scales), _mm256_set1_epi32(Format::kOffset));
+        products = _mm256_sub_epi32(products, offset);
+    }
+    const F scale = _mm256_broadcast_ss(&x.scale);
+    sum = _mm256_fmadd_ps(floats(products), _mm256_mul_ps(block.scale, scale), sum);
+    if constexpr (Format::kHasMinima) {
+        sum = _mm256_fmadd_ps(floats(with_sums(x, block.minima)), _mm256_mul_ps(block.minimum, scale), sum);
+    }
+    return sum;
+}
+
+// ---- one or two rows of activations: quads, as they are unpacked ---------------------------------------------
+template <class Format, int R> struct QuadSums {
+    const Numbers<Format> * x[R];
+    V a[R], b[R];  // kSuper: integers of the chunk so far
+    F sums[R];
+
+    GGPIPE_AVX2 GGPIPE_INLINE QuadSums(const Activations & all, int64_t chunk, const int32_t * rows, const F * results) {
+        GGPIPE_UNROLLED(r, R) {
+            x[r] = (const Numbers<Format> *) all.numbers + chunk * all.n_rows + rows[r];
             a[r] = b[r] = _mm256_setzero_si256();
             sums[r] = results[r];
         }
     }
-    GGPIPE_AVX2 GGPIPE_INLINE V eight(int r, int at) const {  // bytes, in all quarters
-        int64_t bytes;
-        memcpy(&bytes, numbers[r] + at, sizeof bytes);
-        return _mm256_set1_epi64x(bytes);
-    }
-    // Products with a unit, in pairs of 16-bit numbers; wide: in 32 bits.
+    // Products with a unit: pairs of 16-bit numbers, or if kSigned, 32-bit numbers.
     GGPIPE_AVX2 GGPIPE_INLINE void multiply(int u, const V * quads, V * to_a, V * to_b) const {
-        if constexpr (Format::kWide) {
-            for (int i = 0; i < 2 * kGroups; i++) {
-                for (int r = 0; r < R; r++) {
-                    const V x = eight(r, u * Format::kUnit * 2 + 8 * i);
-                    const V one = _mm256_madd_epi16(quads[2 * i], x), two = _mm256_madd_epi16(quads[2 * i + 1], x);
-                    to_a[r] = i ? sum_of(to_a[r], one) : one;
-                    to_b[r] = i ? sum_of(to_b[r], two) : two;
-                }
-            }
-        } else {
-            for (int i = 0; i < kGroups; i++) {
-                for (int r = 0; r < R; r++) {
-                    const V x = eight(r, u * Format::kUnit + 8 * i);
-                    const V one = _mm256_maddubs_epi16(quads[2 * i], x), two = _mm256_maddubs_epi16(quads[2 * i + 1], x);
-                    to_a[r] = i ? _mm256_add_epi16(to_a[r], one) : one;
-                    to_b[r] = i ? _mm256_add_epi16(to_b[r], two) : two;
-                }
+        GGPIPE_UNROLLED(i, Format::kUnit / 8) {
+            GGPIPE_UNROLLED(r, R) {
+                int64_t eight;
+                memcpy(&eight, x[r]->numbers + u * Format::kUnit + 8 * i, sizeof eight);
+                const V in_quarters = _mm256_set1_epi64x(eight);
+                add_products(quads[2 * i], in_quarters, i == 0, to_a[r]);
+                add_products(quads[2 * i + 1], in_quarters, i == 0, to_b[r]);
             }
         }
+    }
+    GGPIPE_AVX2 GGPIPE_INLINE static void add_products(V quad, V eight, bool is_first, V & to) {
+        if constexpr (Format::kSigned) {
+            const V products = signed_products(quad, _mm256_abs_epi8(quad), eight);
+            to = is_first ? products : sum_of(to, products);
+        } else {
+            const V products = _mm256_maddubs_epi16(quad, eight);
+            to = is_first ? products : _mm256_add_epi16(to, products);
+        }
+        in_this_order(to);
     }
     GGPIPE_AVX2 GGPIPE_INLINE void add(int u, const V * quads, F scale, F minimum) {
         V to_a[R], to_b[R];
         multiply(u, quads, to_a, to_b);
-        for (int r = 0; r < R; r++) {
-            if constexpr (!Format::kWide) {
+        GGPIPE_UNROLLED(r, R) {
+            if constexpr (!Format::kSigned) {
                 to_a[r] = _mm256_madd_epi16(to_a[r], _mm256_set1_epi16(1));
                 to_b[r] = _mm256_madd_epi16(to_b[r], _mm256_set1_epi16(1));
             }
-            V products = in_lanes(to_a[r], to_b[r]);
-            if constexpr (Format::kOffset != 0) products = sum_of(products, _mm256_set1_epi32(starts[r][u]));
-            sums[r] = _mm256_fmadd_ps(floats(products), _mm256_mul_ps(scale, _mm256_broadcast_ss(&scales[r][u])), sums[r]);
-            if constexpr (Format::kHasMinima) sums[r] = _mm256_fmadd_ps(minimum, _mm256_broadcast_ss(&minima[r][u]), sums[r]);
+            sums[r] = with_unit(sums[r], in_lanes(to_a[r], to_b[r]), *x[r], u, scale, minimum);
         }
     }
     template <int kSecond> GGPIPE_AVX2 GGPIPE_INLINE void add(int u, const V * quads, V pair) {
         V to_a[R], to_b[R], scale_a, scale_b;
         multiply(u, quads, to_a, to_b);
         in_quads<kSecond>(pair, scale_a, scale_b);
-        for (int r = 0; r < R; r++) {
+        GGPIPE_UNROLLED(r, R) {
             a[r] = sum_of(a[r], _mm256_madd_epi16(to_a[r], scale_a));
             b[r] = sum_of(b[r], _mm256_madd_epi16(to_b[r], scale_b));
         }
     }
-    GGPIPE_AVX2 GGPIPE_INLINE V with_sums(int r, const V * pairs) const {  // of units
-        V total = _mm256_setzero_si256();
-        for (int i = 0; i < kChunk / Format::kUnit / 2; i++) {
-            total = sum_of(total, _mm256_madd_epi16(pairs[i], _mm256_set1_epi32(starts[r][i])));
-        }
-        return total;
-    }
-    GGPIPE_AVX2 GGPIPE_INLINE void end(const Block & block) {
-        for (int r = 0; r < R; r++) {
-            if constexpr (Format::kSuper) {
-                V products = in_lanes(a[r], b[r]);
-                if constexpr (Format::kOffset != 0) {
-                    const V offset = _mm256_mullo_epi32(with_sums(r, block.scales), _mm256_set1_epi32(Format::kOffset));
-                    products = _mm256_sub_epi32(products, offset);
-                }
-                const F scale = _mm256_broadcast_ss(&scales[r][0]);
-                sums[r] = _mm256_fmadd_ps(floats(products), _mm256_mul_ps(block.scale, scale), sums[r]);
-                if constexpr (Format::kHasMinima) {
-                    sums[r] = _mm256_fmadd_ps(floats(with_sums(r, block.minima)), _mm256_mul_ps(block.minimum, scale), sums[r]);
-                }
-            }
+    GGPIPE_AVX2 GGPIPE_INLINE void end(const Block & block, F * results) {
+        GGPIPE_UNROLLED(r, R) {
+            if constexpr (Format::kSuper) sums[r] = with_block(sums[r], in_lanes(a[r], b[r]), *x[r], block);
             results[r] = sums[r];
         }
     }
 };
 
-// Calls `emit` for each unit of a chunk of weights with its quads, widened if they are to be.
-template <class Format, class Emit>
-GGPIPE_AVX2 GGPIPE_INLINE inline void unpack(const typename Format::From & from, const Emit & emit) {
-    if constexpr (Format::kWide) {
-        Format::unpack(from, [&](int u, const V * quads, F scale, F minimum) GGPIPE_AVX2 GGPIPE_INLINE {
-            V wide[16];
-            for (int i = 0; i < 8; i++) {  // times 256
-                V * to = wide + i / 2 * 4 + i % 2;
-                to[0] = _mm256_slli_epi16(quads[i], 8);
-                to[2] = _mm256_and_si256(quads[i], _mm256_set1_epi16(-256));
-            }
-            emit(u, wide, scale, minimum);
-        });
-    } else {
-        Format::unpack(from, emit);
-    }
-}
-
-// A chunk of eight rows of weights, unpacked.
-template <class Format> struct Tile {
-    static constexpr int kUnits = kChunk / Format::kUnit, kQuads = Format::kUnit / 4 * (Format::kWide ? 2 : 1);
-    V quads[kUnits][kQuads];
-    F scales[kUnits], minima[kUnits];
-
-    template <class Prefetch> GGPIPE_AVX2 GGPIPE_INLINE void fill(const typename Format::From & from, const Prefetch & prefetch) {
-        if constexpr (Format::kSuper) {
-            unpack<Format>(from, [&](int u, const V * numbers) GGPIPE_AVX2 GGPIPE_INLINE {
-                memcpy(quads[u], numbers, sizeof quads[u]);
-                prefetch(u);
-            });
-        } else {
-            unpack<Format>(from, [&](int u, const V * numbers, F scale, F minimum) GGPIPE_AVX2 GGPIPE_INLINE {
-                memcpy(quads[u], numbers, sizeof quads[u]);
-                scales[u] = scale;
-                minima[u] = minimum;
-                prefetch(u);
-            });
-        }
-    }
-    template <int R> GGPIPE_AVX2 GGPIPE_INLINE void multiply(Sums<Format, R> & sums, const Block & block) const {
-        _Pragma("GCC unroll 1") for (int u = 0; u < kUnits; u += 2) {
-            if constexpr (Format::kSuper) {
-                sums.template add<0>(u, quads[u], block.scales[u / 2]);
-                sums.template add<1>(u + 1, quads[u + 1], block.scales[u / 2]);
-            } else {
-                for (int i = u; i < u + 2; i++) sums.add(i, quads[i], scales[i], minima[i]);
-            }
-        }
-        sums.end(block);
-    }
-};
-
-// Multiplies units as they are unpacked.
 template <class Format, int R, class Prefetch>
-GGPIPE_AVX2 GGPIPE_INLINE inline void multiply_units(const typename Format::From & from, Sums<Format, R> & sums, const Block & block,
-                                                    const Prefetch & prefetch) {
+GGPIPE_AVX2 GGPIPE_INLINE inline void multiply_quads(const typename Format::From & from, const Activations & x, int64_t chunk,
+                                                    const int32_t * rows, F * results, const Prefetch & prefetch) {
+    QuadSums<Format, R> sums(x, chunk, rows, results);
+    Block block;
     if constexpr (Format::kSuper) {
-        unpack<Format>(from, [&](int u, const V * quads) GGPIPE_AVX2 GGPIPE_INLINE {
+        Format::read(from, block);
+        Format::unpack(from, [&](int u, const V * quads) GGPIPE_AVX2 GGPIPE_INLINE {
             if (u % 2) sums.template add<1>(u, quads, block.scales[u / 2]);
             else sums.template add<0>(u, quads, block.scales[u / 2]);
             prefetch(u);
         });
     } else {
-        unpack<Format>(from, [&](int u, const V * quads, F scale, F minimum) GGPIPE_AVX2 GGPIPE_INLINE {
+        Format::unpack(from, [&](int u, const V * quads, F scale, F minimum) GGPIPE_AVX2 GGPIPE_INLINE {
             sums.add(u, quads, scale, minimum);
             prefetch(u);
         });
     }
-    sums.end(block);
+    sums.end(block, results);
+}
+
+// ---- more rows: tiles of lanes ------------------------------------------------------------------------------
+
+// A chunk of 16 rows of weights, unpacked: eight rows as the lanes of one vector, and eight as those of another.
+template <class Format> struct Tile {
+    static constexpr int kUnits = kChunk / Format::kUnit, kFours = Format::kUnit / 4;
+    V numbers[kUnits][kFours][2], sizes[Format::kSigned ? kUnits : 1][kFours][2];  // without their signs
+    F scales[kUnits][2], minima[kUnits][2];
+    V integers[kUnits][2];  // kSuper: scales as pairs of 16-bit numbers
+    Block blocks[2];
+
+    template <class Prefetch>
+    GGPIPE_AVX2 GGPIPE_INLINE void fill(int half, const InLanes<typename Format::From> & from, const Prefetch & prefetch) {
+        if constexpr (Format::kSuper) {
+            Format::read(from, blocks[half]);
+            for (int i = 0; i < kUnits / 2; i++) {
+                for (int j = 0; j < 2; j++) integers[2 * i + j][half] = one_of_pairs(blocks[half].scales[i], j);
+            }
+            Format::unpack(from, [&](int u, const V * fours) GGPIPE_AVX2 GGPIPE_INLINE { fill(half, u, fours, prefetch); });
+        } else {
+            Format::unpack(from, [&](int u, const V * fours, F scale, F minimum) GGPIPE_AVX2 GGPIPE_INLINE {
+                scales[u][half] = scale;
+                if constexpr (Format::kHasMinima) minima[u][half] = minimum;
+                fill(half, u, fours, prefetch);
+            });
+        }
+    }
+    template <class Prefetch> GGPIPE_AVX2 GGPIPE_INLINE void fill(int half, int u, const V * fours, const Prefetch & prefetch) {
+        GGPIPE_UNROLLED(i, kFours) {
+            numbers[u][i][half] = fours[i];
+            if constexpr (Format::kSigned) sizes[u][i][half] = _mm256_abs_epi8(fours[i]);
+        }
+        prefetch(u);
+    }
+
+    // How many products with four columns fit where they are added up: in 16 bits, unless kSigned.
+    static constexpr int fours_at_once() {
+        int n = kFours;
+        while (!Format::kSigned && n * 2 * 127 * Format::kHighest > INT16_MAX) n /= 2;
+        return n;
+    }
+    // The results of R rows of activations.
+    template <int R> GGPIPE_AVX2 GGPIPE_INLINE void multiply(const Activations & all, int64_t chunk, const int32_t * rows, F (*results)[2]) const {
+        constexpr int kAtOnce = fours_at_once();
+        const Numbers<Format> * x[R];
+        F sums[R][2];
+        V totals[R][2];  // kSuper: of the chunk so far
+        GGPIPE_UNROLLED(r, R) {
+            x[r] = (const Numbers<Format> *) all.numbers + chunk * all.n_rows + rows[r];
+            GGPIPE_UNROLLED(half, 2) {
+                sums[r][half] = results[r][half];
+                totals[r][half] = _mm256_setzero_si256();
+            }
+        }
+        _Pragma("GCC unroll 1") for (int u = 0; u < kUnits; u++) {
+            V products[R][2];
+            GGPIPE_UNROLLED(part, kFours / kAtOnce) {
+                V to[R][2];
+                GGPIPE_UNROLLED(i, kAtOnce) {
+                    const int four = part * kAtOnce + i;
+                    GGPIPE_UNROLLED(r, R) {
+                        int32_t columns;
+                        memcpy(&columns, x[r]->numbers + u * Format::kUnit + 4 * four, sizeof columns);
+                        const V in_all = _mm256_set1_epi32(columns);
+                        GGPIPE_UNROLLED(half, 2) {
+                            V & sum = to[r][half];
+                            if constexpr (Format::kSigned) {
+                                const V added = signed_products(numbers[u][four][half], sizes[u][four][half], in_all);
+                                sum = i ? sum_of(sum, added) : added;
+                            } else {
+                                const V added = _mm256_maddubs_epi16(numbers[u][four][half], in_all);
+                                sum = i ? _mm256_add_epi16(sum, added) : added;
+                            }
+                            in_this_order(sum);
+                        }
+                    }
+                }
+                GGPIPE_UNROLLED(r, R) {
+                    GGPIPE_UNROLLED(half, 2) {
+                        if constexpr (Format::kSuper) {
+                            totals[r][half] = sum_of(totals[r][half], _mm256_madd_epi16(to[r][half], integers[u][half]));
+                        } else if constexpr (Format::kSigned) {
+                            products[r][half] = to[r][half];
+                        } else {
+                            const V added = _mm256_madd_epi16(to[r][half], _mm256_set1_epi16(1));
+                            products[r][half] = part ? sum_of(products[r][half], added) : added;
+                        }
+                    }
+                }
+            }
+            if constexpr (!Format::kSuper) {
+                GGPIPE_UNROLLED(r, R) {
+                    GGPIPE_UNROLLED(half, 2) {
+                        sums[r][half] = with_unit(sums[r][half], products[r][half], *x[r], u, scales[u][half], minima[u][half]);
+                    }
+                }
+            }
+        }
+        GGPIPE_UNROLLED(r, R) {
+            GGPIPE_UNROLLED(half, 2) {
+                if constexpr (Format::kSuper) sums[r][half] = with_block(sums[r][half], totals[r][half], *x[r], blocks[half]);
+                results[r][half] = sums[r][half];
+            }
+        }
+    }
+};
+
+// ---- a product ----------------------------------------------------------------------------------------------
+
+// Eight rows of weights, chunk by chunk.
+template <class Format> class Eight {
+   public:
+    using From = typename Format::From;
+    // `later`: how many rows after these to fetch meanwhile.
+    GGPIPE_AVX2 GGPIPE_INLINE Eight(const Weights & weights, int64_t first, int later)
+        : n_rows_(std::clamp<int64_t>(weights.n_rows - first, 0, kLanes)), stride_(weights.row_bytes * From::kGroup) {
+        data_ = weights.data + (n_rows_ ? first : 0) * weights.row_bytes;
+        // Into the second cache, in the order of their addresses. The CPU does not see the pattern of eight rows.
+        const size_t n_bytes = weights.n_rows * weights.row_bytes, at = (first + later) * weights.row_bytes + kAhead;
+        ahead_ = at < n_bytes ? weights.data + at : weights.next + (at - n_bytes);
+    }
+    GGPIPE_AVX2 GGPIPE_INLINE From chunk(int64_t chunk, int64_t n_columns) {
+        const int n = std::min<int64_t>(kChunk, n_columns - chunk * kChunk);
+        const uint8_t * data = data_ + chunk * kBytes;
+        if (n == kChunk && n_rows_ == kLanes) return From(data, stride_);
+        memset(copies_, 0, sizeof copies_);
+        for (int i = 0; i < n_rows_ / From::kGroup; i++) memcpy(copies_[i], data + i * stride_, kBytes * n / kChunk);
+        return From(copies_[0], kBytes);
+    }
+    GGPIPE_AVX2 GGPIPE_INLINE void prefetch(int64_t chunk, int u) const {
+        constexpr int kUnits = kChunk / Format::kUnit, kUnitBytes = kPieces * kBytes / kUnits;
+        for (int i = 0; i < kUnitBytes; i += 64) __builtin_prefetch(ahead_ + (chunk * kUnits + u) * kUnitBytes + i, 0, 2);
+    }
+    GGPIPE_AVX2 GGPIPE_INLINE void store(F results, float * to) const {
+        const F ordered = From::in_order(results);
+        if (n_rows_ == kLanes) _mm256_storeu_ps(to, ordered);
+        else memcpy(to, &ordered, n_rows_ * sizeof(float));
+    }
+
+   private:
+    static constexpr int kPieces = kLanes / From::kGroup, kBytes = kChunk / Format::kBlock * Format::kBytes * From::kGroup;  // of a piece
+    const int n_rows_;
+    const size_t stride_;
+    const uint8_t * data_, * ahead_;
+    uint8_t copies_[kPieces][kBytes];  // where there are not enough rows or columns
+};
+
+template <class Format, int R>
+GGPIPE_AVX2 void multiply_few(const Weights & weights, int64_t first, const Activations & a, const int32_t * rows, float * const * to) {
+    Eight<Format> eight(weights, first, kLanes);
+    F results[R];
+    for (F & result : results) result = _mm256_setzero_ps();
+    for (int64_t chunk = 0; chunk < a.n_chunks; chunk++) {
+        multiply_quads<Format, R>(eight.chunk(chunk, a.n_columns), a, chunk, rows, results,
+                                  [&](int u) GGPIPE_AVX2 GGPIPE_INLINE { eight.prefetch(chunk, u); });
+    }
+    for (int r = 0; r < R; r++) eight.store(results[r], to[r] + first);
+}
+
+template <class Format>
+GGPIPE_AVX2 void multiply_many(const Weights & weights, int64_t first, const Activations & a, const std::vector<int32_t> & rows,
+                               float * const * to) {
+    struct alignas(32) Line { float results[kTileRows]; };
+    static thread_local std::vector<Line> lines;
+    lines.assign(rows.size(), Line{});
+    auto * results = (F (*)[2]) lines.data();
+    Eight<Format> halves[2] = {{weights, first, kTileRows}, {weights, first + kLanes, kTileRows}};
+    Tile<Format> tile;
+    for (int64_t chunk = 0; chunk < a.n_chunks; chunk++) {
+        for (int half = 0; half < 2; half++) {
+            tile.fill(half, halves[half].chunk(chunk, a.n_columns),
+                      [&](int u) GGPIPE_AVX2 GGPIPE_INLINE { halves[half].prefetch(chunk, u); });
+        }
+        size_t row = 0;
+        for (; row + 4 <= rows.size(); row += 4) tile.template multiply<4>(a, chunk, rows.data() + row, results + row);
+        switch (rows.size() - row) {
+            case 3: tile.template multiply<3>(a, chunk, rows.data() + row, results + row); break;
+            case 2: tile.template multiply<2>(a, chunk, rows.data() + row, results + row); break;
+            case 1: tile.template multiply<1>(a, chunk, rows.data() + row, results + row); break;
+        }
+    }
+    for (size_t i = 0; i < rows.size(); i++) {
+        for (int half = 0; half < 2; half++) halves[half].store(results[i][half], to[i] + first + half * kLanes);
+    }
 }
 
 template <class Format> GGPIPE_AVX2 void multiply(const Weights & weights, int64_t first, const Activations & a,
                                                  const std::vector<int32_t> & rows, float * const * to) {
-    using From = typename Format::From;
-    struct alignas(32) Line { float results[kLanes]; };
-    static thread_local std::vector<Line> lines;
-    lines.assign(rows.size(), Line{});
-    F * results = (F *) lines.data();
-    constexpr int kUnits = kChunk / Format::kUnit;
-    constexpr int kPieces = kLanes / From::kGroup, kBytes = kChunk / Format::kBlock * Format::kBytes * From::kGroup;  // of a piece
-    constexpr int kUnitBytes = kPieces * kBytes / kUnits;
-    const size_t stride = weights.row_bytes * From::kGroup;
-    uint8_t copies[kPieces][kBytes];  // where there are not enough rows or columns for a tile
-    const int n_rows = std::min<int64_t>(kLanes, weights.n_rows - first);
-    // Into the second cache, in the order of their addresses: a later tile. The CPU does not see the pattern of eight rows.
-    const size_t n_bytes = weights.n_rows * weights.row_bytes, at = first * weights.row_bytes + kPieces * stride + kAhead;
-    const uint8_t * ahead = at < n_bytes ? weights.data + at : weights.next + (at - n_bytes);
-    const auto prefetch = [&](int u) GGPIPE_AVX2 GGPIPE_INLINE {
-        for (int i = 0; i < kUnitBytes; i += 64) __builtin_prefetch(ahead + u * kUnitBytes + i, 0, 2);
-    };
-    for (int64_t chunk = 0; chunk < a.n_chunks; chunk++, ahead += kUnits * kUnitBytes) {
-        const int n_columns = std::min<int64_t>(kChunk, a.n_columns - chunk * kChunk);
-        const uint8_t * data = weights.data + first * weights.row_bytes + chunk * kBytes;
-        From from(data, stride);
-        if (n_columns < kChunk || n_rows < kLanes) {
-            memset(copies, 0, sizeof copies);
-            for (int i = 0; i < n_rows / From::kGroup; i++) memcpy(copies[i], data + i * stride, kBytes * n_columns / kChunk);
-            from = From(copies[0], kBytes);
-        }
-        Block block;
-        if constexpr (Format::kSuper) Format::read(from, block);
-        if (rows.size() == 1) {
-            Sums<Format, 1> sums(a, chunk, rows.data(), results);
-            multiply_units(from, sums, block, prefetch);
-        } else if (rows.size() == 2) {
-            Sums<Format, 2> sums(a, chunk, rows.data(), results);
-            multiply_units(from, sums, block, prefetch);
-        } else {
-            Tile<Format> tile;
-            tile.fill(from, prefetch);
-            size_t row = 0;
-            const auto multiply_with = [&](auto count) GGPIPE_AVX2 GGPIPE_INLINE {
-                for (; row + count() <= rows.size(); row += count()) {
-                    Sums<Format, count()> sums(a, chunk, rows.data() + row, results + row);
-                    tile.multiply(sums, block);
-                }
-            };
-            multiply_with(std::integral_constant<int, 4>());
-            multiply_with(std::integral_constant<int, 2>());
-            multiply_with(std::integral_constant<int, 1>());
-        }
-    }
-    for (size_t i = 0; i < rows.size(); i++) {
-        const F ordered = From::in_order(results[i]);
-        memcpy(to[i] + first, &ordered, n_rows * sizeof(float));
+    if (rows.size() > 2) return multiply_many<Format>(weights, first, a, rows, to);
+    for (int64_t row = first; row < std::min<int64_t>(first + kTileRows, weights.n_rows); row += kLanes) {
+        if (rows.size() == 1) multiply_few<Format, 1>(weights, row, a, rows.data(), to);
+        else multiply_few<Format, 2>(weights, row, a, rows.data(), to);
     }
 }
 

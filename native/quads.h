@@ -3,6 +3,9 @@
 // A quad is a vector with 8 columns of four rows, a byte each. The eight rows are the quads A and B. Products with the same 8
 // columns of a row of activations are added up in each row's quarter of both, and only sums of many columns come into lanes, a
 // row each. ggml repacks the weights of some types as quads; those of others become quads with one shuffle each.
+//
+// With one more shuffle, vectors have 4 columns of all eight rows as lanes. That pays for several rows of activations: products
+// are in lanes at once, and 16 bits hold the sums of more columns.
 #pragma once
 
 #ifdef __x86_64__
@@ -19,6 +22,7 @@
 namespace ggpipe::avx2 {
 
 constexpr int kLanes = 8;
+constexpr int kTileRows = 2 * kLanes;
 using F = __m256;
 using V = __m256i;
 
@@ -36,6 +40,15 @@ GGPIPE_AVX2 GGPIPE_INLINE inline V in_both(__m128i x) { return _mm256_broadcasts
 GGPIPE_AVX2 GGPIPE_INLINE inline V in_lanes(V a, V b) {
     const F even = _mm256_shuffle_ps((F) a, (F) b, 0x88), odd = _mm256_shuffle_ps((F) a, (F) b, 0xdd);
     return sum_of((V) even, (V) odd);
+}
+// Numbers with signs, and their sizes, times those of a row of activations: sums of four columns.
+GGPIPE_AVX2 GGPIPE_INLINE inline V signed_products(V numbers, V sizes, V others) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(sizes, _mm256_sign_epi8(others, numbers)), _mm256_set1_epi16(1));
+}
+// Of pairs of 16-bit numbers in lanes: the first (0) or second (1) one, twice.
+GGPIPE_AVX2 GGPIPE_INLINE inline V one_of_pairs(V pairs, int which) {
+    const __m128i first = _mm_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13);
+    return _mm256_shuffle_epi8(pairs, in_both(_mm_add_epi8(first, _mm_set1_epi8(2 * which))));
 }
 // Of pairs of 16-bit numbers in lanes: the first (0) or second (1) one as A or B has it, four times.
 template <int kSecond> GGPIPE_AVX2 GGPIPE_INLINE inline void in_quads(V pairs, V & a, V & b) {
@@ -56,6 +69,7 @@ GGPIPE_AVX2 GGPIPE_INLINE inline V signed_pair_of_bytes(V lanes, int which) {
 // ---- rows one after another: lanes have them in order, A rows 0, 1, 4 and 5 ---------------------------------
 class Rows {
    public:
+    static constexpr bool kInLanes = false;
     static constexpr int kGroup = 1;  // rows that lie side by side
     GGPIPE_AVX2 GGPIPE_INLINE Rows(const uint8_t * first, size_t stride) : lower_(first), upper_(first + 4 * stride), stride_(stride) {}
     GGPIPE_AVX2 GGPIPE_INLINE void operator+=(int bytes) {
@@ -108,6 +122,7 @@ class Rows {
 // ---- eight rows side by side, 8 bytes of each in turn: lanes are rows 0, 1, 4, 5, 2, 3, 6 and 7 --------------
 class Eights {
    public:
+    static constexpr bool kInLanes = false;
     static constexpr int kGroup = 8;
     GGPIPE_AVX2 GGPIPE_INLINE Eights(const uint8_t * first, size_t) : first_(first) {}
     GGPIPE_AVX2 GGPIPE_INLINE void operator+=(int bytes) { first_ += bytes; }
@@ -140,6 +155,21 @@ class Eights {
 
    private:
     const uint8_t * first_;
+};
+
+// The same rows, but `quads` brings 4 columns of all eight into lanes, and then the next 4.
+template <class From> class InLanes : public From {
+   public:
+    static constexpr bool kInLanes = true;
+    GGPIPE_AVX2 GGPIPE_INLINE InLanes(const From & from) : From(from) {}
+    GGPIPE_AVX2 GGPIPE_INLINE void quads(int at, V * to) const {
+        V quads[4];
+        From::quads(at, quads);
+        for (int i = 0; i < 4; i += 2) {
+            to[i] = (V) _mm256_shuffle_ps((F) quads[i], (F) quads[i + 1], 0x88);
+            to[i + 1] = (V) _mm256_shuffle_ps((F) quads[i], (F) quads[i + 1], 0xdd);
+        }
+    }
 };
 
 }  // namespace ggpipe::avx2
