@@ -115,7 +115,7 @@ GGPIPE_AVX2 GGPIPE_INLINE inline F with_block(F sum, V products, const Numbers<F
     return sum;
 }
 
-// ---- one or two rows of activations: quads, as they are unpacked ---------------------------------------------
+// ---- a few rows of activations: quads, as they are unpacked ---------------------------------------------
 template <class Format, int R> struct QuadSums {
     const Numbers<Format> * x[R];
     V a[R], b[R];  // kSuper: integers of the chunk so far
@@ -239,6 +239,14 @@ template <class Format> struct Tile {
         while (!Format::kSigned && n * 2 * 127 * Format::kHighest > INT16_MAX) n /= 2;
         return n;
     }
+    GGPIPE_AVX2 GGPIPE_INLINE static V four_columns(const Numbers<Format> & x, int u, int four) {  // in all lanes
+        int32_t columns;
+        memcpy(&columns, x.numbers + u * Format::kUnit + 4 * four, sizeof columns);
+        return _mm256_set1_epi32(columns);
+    }
+    // Up to this many rows of activations, quads are faster. Each unit of quads needs its scales in their order, too, which costs
+    // more than it brings where units are small, unless their products hardly fit into 16 bits.
+    static constexpr size_t kFew = Format::kSuper && Format::kUnit == 16 && fours_at_once() == kFours ? 1 : 4;
     // The results of R rows of activations.
     template <int R> GGPIPE_AVX2 GGPIPE_INLINE void multiply(const Activations & all, int64_t chunk, const int32_t * rows, F (*results)[2]) const {
         constexpr int kAtOnce = fours_at_once();
@@ -255,13 +263,26 @@ template <class Format> struct Tile {
         _Pragma("GCC unroll 1") for (int u = 0; u < kUnits; u++) {
             V products[R][2];
             GGPIPE_UNROLLED(part, kFours / kAtOnce) {
+                if constexpr (Format::kSuper && kAtOnce < kFours) {  // row by row: else sums would not fit into registers
+                    GGPIPE_UNROLLED(r, R) {
+                        GGPIPE_UNROLLED(half, 2) {
+                            V to;
+                            GGPIPE_UNROLLED(i, kAtOnce) {
+                                const int four = part * kAtOnce + i;
+                                const V added = _mm256_maddubs_epi16(numbers[u][four][half], four_columns(*x[r], u, four));
+                                to = i ? _mm256_add_epi16(to, added) : added;
+                            }
+                            totals[r][half] = sum_of(totals[r][half], _mm256_madd_epi16(to, integers[u][half]));
+                            in_this_order(totals[r][half]);
+                        }
+                    }
+                    continue;
+                }
                 V to[R][2];
                 GGPIPE_UNROLLED(i, kAtOnce) {
                     const int four = part * kAtOnce + i;
                     GGPIPE_UNROLLED(r, R) {
-                        int32_t columns;
-                        memcpy(&columns, x[r]->numbers + u * Format::kUnit + 4 * four, sizeof columns);
-                        const V in_all = _mm256_set1_epi32(columns);
+                        const V in_all = four_columns(*x[r], u, four);
                         GGPIPE_UNROLLED(half, 2) {
                             V & sum = to[r][half];
                             if constexpr (Format::kSigned) {
@@ -386,10 +407,14 @@ GGPIPE_AVX2 void multiply_many(const Weights & weights, int64_t first, const Act
 
 template <class Format> GGPIPE_AVX2 void multiply(const Weights & weights, int64_t first, const Activations & a,
                                                  const std::vector<int32_t> & rows, float * const * to) {
-    if (rows.size() > 2) return multiply_many<Format>(weights, first, a, rows, to);
+    if (rows.size() > Tile<Format>::kFew) return multiply_many<Format>(weights, first, a, rows, to);
     for (int64_t row = first; row < std::min<int64_t>(first + kTileRows, weights.n_rows); row += kLanes) {
-        if (rows.size() == 1) multiply_few<Format, 1>(weights, row, a, rows.data(), to);
-        else multiply_few<Format, 2>(weights, row, a, rows.data(), to);
+        switch (rows.size()) {
+            case 1: multiply_few<Format, 1>(weights, row, a, rows.data(), to); break;
+            case 2: multiply_few<Format, 2>(weights, row, a, rows.data(), to); break;
+            case 3: multiply_few<Format, 3>(weights, row, a, rows.data(), to); break;
+            case 4: multiply_few<Format, 4>(weights, row, a, rows.data(), to); break;
+        }
     }
 }
 
