@@ -157,6 +157,7 @@ std::vector<float> multiply(const Product & p, int n_threads, bool repack, bool 
     }
     const Buffer others(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(cpu_device())),
                         ggml_backend_buffer_free);
+    ggml_backend_buffer_set_usage(others.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     ggml_backend_tensor_set(weights, p.weights.data(), 0, p.weights.size());
     ggml_backend_tensor_set(activations, p.activations.data(), 0, ggml_nbytes(activations));
     if (experts) ggml_backend_tensor_set(experts, p.experts.data(), 0, ggml_nbytes(experts));

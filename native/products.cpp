@@ -65,7 +65,9 @@ bool is_product(const ggml_tensor * node) {
     const bool is_repacked = weights->extra && !strcmp(ggml_backend_buft_name(weights->buffer->buft), "CPU_REPACK");
     if (kernel->is_repacked != is_repacked || (weights->extra && !is_repacked)) return false;
     if (node->op == GGML_OP_MUL_MAT_ID) return true;
-    const bool is_weight = weights->op == GGML_OP_NONE;  // no KV cells, which attention without flash attention multiplies
+    // Of a model: neither KV cells, which attention without flash attention multiplies, nor the rotation of quantized ones.
+    const bool is_weight = weights->op == GGML_OP_NONE && weights->buffer &&
+                           ggml_backend_buffer_get_usage(weights->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
     return is_weight ? weights->ne[2] == source->ne[2] : weights->ne[2] == 1 && source->ne[2] == 1 && ggml_is_quantized(weights->type);
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
@@ -95,7 +96,7 @@ class Worker:
             with contextlib.closing(Vocab(model_file, self._config.part_of(self._model).model)) as vocab:
                 outline = vocab.outline()
                 if self._config.is_mtp(self._model):
-                    outline = replace(outline, rolls_back=True)  # recurrent layers are not among them
+                    outline = structs.replace(outline, rolls_back=True)  # recurrent layers are not among them
                 self._channel.send(HEAD, DraftVocab(outline))
 
         def start(deliver: Callable[[RunNotice], None]) -> StageThread:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support import commands
 from support.commands import TARGET
 from support.pipeline import Pipeline
@@ -75,9 +76,9 @@ def test_same_bits_for_every_cut_and_number_of_threads(name: str, folder: Path) 
 def test_same_bits_for_rows_alone_and_together(name: str, folder: Path) -> None:
     """With quantized weights, whose products do not depend on the other rows either."""
     path = make(name, folder / f"{name}-q8_0.gguf", weight_type="q8_0")
-    rows = (replace(run, rows=(row,)) for run in runs() for row in run.rows)
+    rows = (structs.replace(run, rows=(row,)) for run in runs() for row in run.rows)
     with Pipeline(path, (), CONTEXT) as pipeline:
-        alone = np.concatenate([pipeline.decode(replace(run, id=i)) for i, run in enumerate(rows, 1)])
+        alone = np.concatenate([pipeline.decode(structs.replace(run, id=i)) for i, run in enumerate(rows, 1)])
     np.testing.assert_array_equal(alone, logits(path, CONTEXT))
 
 

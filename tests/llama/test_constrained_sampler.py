@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 from support.common_sampler import common_chain
 from support.grammars import GRAMMARS, guided
@@ -82,7 +82,7 @@ class Rank:
         own = want = self.sampler.logits_request()
         self.sampler.settle()
         if self._drafts and (before := self._before) is not None:
-            want = replace(before, n=before.n + self.sampler.logits_request_grows) if before.keeps else before
+            want = structs.replace(before, n=before.n + self.sampler.logits_request_grows) if before.keeps else before
         self._before = own
         assert want.keeps is (want.kind is LogitsKind.TOP)
         whole = whole_row(0, logits, want)

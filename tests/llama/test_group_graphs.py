@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.groups import Parts
 from support.pipeline import Pipeline
 from support.reference import Logits, run_of
@@ -97,7 +97,7 @@ def test_after_a_cancel(between: tuple[int, ...], tmp_path: Path) -> None:
 
     def after(pipeline: Pipeline) -> Logits:
         logits = [pipeline.decode(run_of(10 + n, range(20, 20 + n), 3, (n,))) for n in between]
-        return np.concatenate([*logits, pipeline.decode(replace(long, id=20))])
+        return np.concatenate([*logits, pipeline.decode(structs.replace(long, id=20))])
 
     def after_a_cancel() -> Logits | None:
         with Pipeline(path, context=CONTEXT, shares=[(1, 1)]) as pipeline:

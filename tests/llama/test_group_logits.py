@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 from support.pipeline import Pipeline
 from support.reference import run_of
 from support.zoo import make
@@ -82,7 +82,7 @@ def test_the_best_of_a_models_logits(tmp_path: Path) -> None:
         rows = tuple(
             msgspec.structs.replace(row, logits_request=i % 5 if i >= 12 else -1) for i, row in enumerate(prompt.rows)
         )
-        first = pipeline.outcome(replace(prompt, rows=rows, logits_requests=wants))
+        first = pipeline.outcome(structs.replace(prompt, rows=rows, logits_requests=wants))
         again = pipeline.outcome(
             Run(
                 id=2,

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import llama_cpp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from support.chat_model import recommend
 from support.zoo import N_VOCAB_SPM, make
 
@@ -245,7 +245,7 @@ def test_a_draft_with_the_same_tokens_fits(tales: Vocab) -> None:
     outline = draft.outline()
     draft.close()
     tales.with_draft(outline)
-    padded = replace(outline, checksums=(*outline.checksums, *[0] * 128))
+    padded = structs.replace(outline, checksums=(*outline.checksums, *[0] * 128))
     tales.with_draft(padded)
 
 
@@ -290,9 +290,9 @@ def test_special_tokens_that_are_added_must_agree(target: dict[str, Any], draft:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda o: replace(o, kind=o.kind + 1), "different kinds"),
-        (lambda o: replace(o, checksums=(*o.checksums, *[0] * 129)), "2048 tokens, the draft 2177"),
-        (lambda o: replace(o, checksums=(*o.checksums[:100], 1, *o.checksums[101:])), "token 100 is"),
+        (lambda o: structs.replace(o, kind=o.kind + 1), "different kinds"),
+        (lambda o: structs.replace(o, checksums=(*o.checksums, *[0] * 129)), "2048 tokens, the draft 2177"),
+        (lambda o: structs.replace(o, checksums=(*o.checksums[:100], 1, *o.checksums[101:])), "token 100 is"),
     ],
 )
 def test_a_draft_that_does_not_fit(tales: Vocab, change: Callable[[VocabOutline], VocabOutline], words: str) -> None:
