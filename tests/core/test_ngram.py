@@ -99,6 +99,25 @@ def test_nothing_that_occurs_again() -> None:
     assert copier(1, 2, 9, 1, 2).first == [], "two tokens are too few"
 
 
+def test_tokens_that_are_accepted_together_are_followed() -> None:
+    """Before the first of them, the match was as long as is compared; after the last one, it is followed."""
+    it = Copier(request_of(1, *A_TALE, *A_TALE[:15], lead=8))
+    assert it.first == list(A_TALE[15:23])
+    assert it.accept(*A_TALE[15:18]) == list(A_TALE[23:26])
+    assert it.accept(*A_TALE[18:26]) == list(A_TALE[26:34])
+
+
+def test_a_copy_is_resumed_after_a_change() -> None:
+    """Copies in which each 20th token is another one: soon the tokens after it are proposed at once."""
+    it = Copier(request_of(1, *A_TALE, *A_TALE[:10], lead=8))
+    n_first = []
+    for i in (20, 40):
+        it.accept(*A_TALE[len(it.text) - 60 : i])
+        n_first.append(len(it.accept(2000 + i)))
+        it.accept(*A_TALE[i + 1 : i + 6])
+    assert n_first[0] == 0 < n_first[1]
+
+
 def test_a_longer_match_comes_before_a_later_one() -> None:
     assert copier(7, 8, 1, 2, 3, 50, 9, 1, 2, 3, 60, 8, 1, 2, 3, lead=1).first == [50]
     assert copier(8, 1, 2, 3, 50, 9, 1, 2, 3, 60, 4, 1, 2, 3, lead=1).first == [60], "of equal ones the latest"

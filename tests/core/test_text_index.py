@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ggpipe.core.drafters.text_index import MOST_FOUND, SharedTexts, Text
+from ggpipe.core.drafters.text_index import LEAST_COPIED, MOST_FOUND, SharedTexts, Text
 
 OWN, SHARED = 3, 5
 
@@ -45,14 +45,18 @@ class Model:
         others = [] if text in self.private else [list(other.tokens) for other in self.texts() if other is not text]
         for match in text.matches:
             known = list(match.tokens[: match.at + 1])
-            assert ends_alike(known, own) >= match.length >= (OWN if match.period else SHARED)
+            least = 0 if match.resumed else OWN if match.period else SHARED
+            assert ends_alike(known, own) >= match.length >= least
             assert match.period == (len(own) - 1 - match.at if match.tokens is text.tokens else 0)
             assert match.tokens is text.tokens or text not in self.private
-            if not match.period and text.matches[0].length <= MOST_FOUND:  # else it may be evicted meanwhile
+            followed = match.resumed or text.matches[0].length > MOST_FOUND
+            if not match.period and not followed:  # else it may be evicted meanwhile
                 assert any(match.tokens.tolist() == other for other in others)
-        lengths = [match.length for match in text.matches]
+        assert not any(match.resumed for match in text.matches[1:])
+        lengths = [match.length for match in text.matches if not match.resumed]
         assert lengths == sorted(lengths, reverse=True)
-        if not lengths:
+        assert lengths == [match.length for match in text.matches] or max(lengths, default=0) < LEAST_COPIED
+        if not text.matches:
             triples = [tuple(own[i : i + OWN]) for i in range(len(own) - OWN)]
             assert len(own) < OWN or tuple(own[-OWN:]) not in triples
 
@@ -97,7 +101,58 @@ def test_a_match_grows_with_the_text() -> None:
         text.push(token)
         (match,) = text.matches
     assert (match.at, match.length) == (59, MOST_FOUND + 30)
-    text.push(7)
+    text = Text((*range(100), 7), None)
+    assert text.matches == []
+
+
+A_PASSAGE = tuple(range(100, 160))
+
+
+def copying(*said: int) -> Text:
+    """A text that has a passage, and copied its first 20 tokens before it said these."""
+    text = Text((*A_PASSAGE, *A_PASSAGE[:20]), None)
+    for token in said:
+        text.push(token)
+    return text
+
+
+def resumed(text: Text) -> tuple[int | None, int]:
+    """What follows where the copy is resumed, and how many tokens match since then."""
+    assert text.matches[0].resumed
+    return text.matches[0].next(), text.matches[0].length
+
+
+def test_a_copy_goes_on_after_a_token_that_was_replaced() -> None:
+    text = copying(7)
+    assert resumed(text) == (121, 0)
+    for n in range(1, LEAST_COPIED):
+        text.push(120 + n)
+        assert resumed(text) == (121 + n, n)
+        assert len(text.matches) == 1, "one place is one match"
+    text.push(120 + LEAST_COPIED)
+    assert [(match.length, match.resumed) for match in text.matches] == [(LEAST_COPIED, False)]
+
+
+def test_a_copy_goes_on_after_tokens_that_were_added_or_left_out() -> None:
+    assert resumed(copying(123)) == (124, 1), "three are left out"
+    assert resumed(copying(7, 8, 9, 120)) == (121, 1), "three are added"
+    assert resumed(copying(7, 8, 9)) == (123, 0), "or they stand for three"
+    assert resumed(copying(7, 8, 121, 122)) == (123, 2), "two stand for one"
+
+
+def test_a_copy_is_over_when_other_tokens_follow() -> None:
+    assert copying(*range(500, 520)).matches == []
+    assert copying(*range(500, 508)).matches != []
+
+
+def test_a_copy_of_another_text_is_resumed_as_long_as_it_has_tokens() -> None:
+    shared = SharedTexts(1000)
+    Text(A_PASSAGE, shared).end()
+    text = Text((1, *A_PASSAGE[:57]), shared)
+    for token in (7, 8, 9):
+        text.push(token)
+    assert resumed(text) == (None, 0)
+    text.push(10)
     assert text.matches == []
 
 

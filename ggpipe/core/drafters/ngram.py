@@ -38,9 +38,9 @@ _PRIOR = 3.0
 """Weight of the prior probability, zero, in the first bin, in tokens."""
 _INHERITED = 1.0
 """Weight of the next shorter bin's probability in every other bin, in tokens."""
-_ONE, _ALL, _SOME = range(3)
+_ONE, _ALL, _SOME, _RESUMED = range(4)
 """Kinds of agreement among the longest matches: a single match; several that propose the same token; several that do
-not."""
+not; and the place in a passage that is copied with a change."""
 
 
 class Chances:
@@ -48,17 +48,15 @@ class Chances:
 
     def __init__(self) -> None:
         n = len(_BORDERS) + 1
-        self._right = [[0.0] * n for _ in range(3)]
-        self._named = [[0.0] * n for _ in range(3)]
-        self._known = [[0.0] * n for _ in range(3)]
+        self._right, self._named, self._known = ([[0.0] * n for _ in range(4)] for _ in range(3))
 
     def of(self, kind: int, length: int) -> float:
         """Factor that turns the share of matches that propose a token into the token's probability."""
-        return self._known[kind][bisect_right(_BORDERS, length)]
+        return self._known[kind][_bin(kind, length)]
 
     def judged(self, kind: int, length: int, share: float, right: bool) -> None:
         """Record whether a token proposed by this share of the matches was right."""
-        first = bisect_right(_BORDERS, length)
+        first = _bin(kind, length)
         self._right[kind][first] = self._right[kind][first] * _KEEPS + right
         self._named[kind][first] = self._named[kind][first] * _KEEPS + share
         for one in (kind,) if kind != _ONE else (_ONE, _ALL, _SOME):
@@ -69,7 +67,7 @@ class Chances:
         rights, named, known, single = self._right[kind], self._named[kind], self._known[kind], self._known[_ONE]
         shorter = known[first - 1] if first else 0.0
         for i in range(first, len(known)):
-            inherited = shorter if kind == _ONE else max(shorter, single[i])
+            inherited = shorter if kind in (_ONE, _RESUMED) else max(shorter, single[i])
             prior = _INHERITED if i else _PRIOR
             shorter = known[i] = (rights[i] + prior * inherited) / (named[i] + prior)
 
@@ -158,18 +156,20 @@ class _NgramRequest:
         self._named: tuple[int, int, int, float] | None = None
         """The first choice of the matches for the next token: (token, kind, length, share)."""
         self._restart()
+        self._name()
 
     def accept(self, tokens: Iterable[int], epoch: int) -> None:
         """Append accepted tokens. `epoch`: number of tokens accepted so far."""
+        is_continued = True
         for token in tokens:
             if self._named is not None:
                 named, kind, length, share = self._named
                 self._chances.judged(kind, length, share, named == token)
             only_followed = self.text.push(token)
-            if self._advance(token) and only_followed:
-                self._name()
-            else:
-                self._restart()
+            is_continued = self._advance(token) and only_followed and is_continued
+            self._name()
+        if not is_continued:
+            self._restart()
         self.epoch = epoch
 
     def _advance(self, token: int) -> bool:
@@ -190,7 +190,6 @@ class _NgramRequest:
     def _restart(self) -> None:
         """Draft from the root again, since the matches have changed. Nothing that was sent already is sent again."""
         self._open = [(-self._root.log_path, next(self._order), self._root, self.text.matches)]
-        self._name()
 
     def _name(self) -> None:
         """Note the matches' first choice for the next token."""
@@ -272,7 +271,7 @@ class _NgramRequest:
             return []
         chance = self._chances.of(kind, top.length)
         probs = {token: min(chance * share, _SUREST) for token, share in shares.items()}
-        rest = [match for match in matches if match.length != top.length and match.next() not in probs]
+        rest = [match for match in matches if not _alike(match, top) and match.next() not in probs]
         if rest and (left := 1 - sum(probs.values())) > 0:
             top, kind, shares = _agreement(rest)
             chance = self._chances.of(kind, top.length)
@@ -302,11 +301,11 @@ def _agreement(matches: Sequence[Match]) -> tuple[Match, int, dict[int, float]]:
     top = matches[0]
     if len(matches) == 1:
         token = top.next()
-        return top, _ONE, {} if token is None else {token: 1.0}
+        return top, _RESUMED if top.resumed else _ONE, {} if token is None else {token: 1.0}
     counts: dict[int, int] = {}
     n = 0
     for match in matches:
-        if n and match.length != top.length:
+        if n and not _alike(match, top):
             break
         token = match.next()
         if token is not None:
@@ -314,5 +313,15 @@ def _agreement(matches: Sequence[Match]) -> tuple[Match, int, dict[int, float]]:
                 top = match
             counts[token] = counts.get(token, 0) + 1
             n += 1
-    kind = _ONE if n == 1 else _ALL if len(counts) == 1 else _SOME
+    kind = _RESUMED if top.resumed else _ONE if n == 1 else _ALL if len(counts) == 1 else _SOME
     return top, kind, {token: count / n for token, count in counts.items()}
+
+
+def _alike(match: Match, other: Match) -> bool:
+    """Whether two matches are the same evidence for what comes next."""
+    return match.length == other.length and match.resumed == other.resumed
+
+
+def _bin(kind: int, length: int) -> int:
+    """The bin of a match's length. After a change each token counts."""
+    return length if kind == _RESUMED else bisect_right(_BORDERS, length)

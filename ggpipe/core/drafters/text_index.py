@@ -4,6 +4,9 @@
     one request        `_OWN` tokens         while the request is running
     all requests       `_SHARED` tokens      up to a number of tokens; sequences that ended first are evicted first
 
+A copy that was changed somewhere is followed across the change (`_Copy`), before the tokens after it are an n-gram that
+is found.
+
 Both are hash chains: the latest position of each n-gram, and for each position the previous one. The shared chains
 start in a table of fixed size. Eviction removes nothing from the table: places in evicted sequences are skipped. Every
 place is compared with the sequence before it is used, so n-grams may share a slot.
@@ -25,6 +28,10 @@ _MOST_TRIED = 12
 """Maximum number of places of a chain that are compared, from the latest on."""
 MOST_FOUND = 16
 """Maximum number of tokens compared per match. A match grows longer than that only by continuing."""
+LEAST_COPIED = 8
+"""Length of a match, in tokens, from which on it shows that a passage is being copied."""
+_MOST_CHANGED = 8
+"""Maximum number of tokens in a row that a copy adds or leaves out."""
 _TOKEN_BITS = 20
 _OWN_MASK = (1 << _TOKEN_BITS * _OWN) - 1
 _SHARED_MASK = (1 << _TOKEN_BITS * _SHARED) - 1
@@ -43,6 +50,8 @@ class Match(NamedTuple):
     """Number of matching tokens up to there, as far as they were compared."""
     period: int
     """Distance of the match from the end, if it lies in the same request; otherwise 0."""
+    resumed: bool = False
+    """The place follows from what was copied before the last change; only so many tokens match since then."""
 
     def next(self) -> int | None:
         """The token after the match, or None at the end of another sequence. A request's own sequence is assumed to
@@ -56,7 +65,8 @@ class Match(NamedTuple):
 
     def longer(self) -> Match:
         """This match, after the sequence has continued with `next()`."""
-        return Match(self.tokens, self.at + 1, self.length + 1, self.period)
+        tokens, at, length, period, resumed = self
+        return Match(tokens, at + 1, length + 1, period, resumed and length + 1 < LEAST_COPIED)
 
 
 class SharedTexts:
@@ -130,7 +140,9 @@ class Text:
         """`shared`: the index that it shares with other requests; None: it shares nothing."""
         self.tokens = array("i")
         self.matches: list[Match] = []
-        """Places that match the end: the longest matches first, and the latest first among equally long ones."""
+        """Places that match the end: the longest matches first, and the latest first among equally long ones. If none
+        is `LEAST_COPIED` tokens long, the place in a changed copy comes before them."""
+        self._copy = _Copy()
         self._latest: dict[int, int] = {}
         """Latest position of each n-gram, by its tokens."""
         self._before = array("i")
@@ -147,6 +159,7 @@ class Text:
     def push(self, token: int) -> bool:
         """Append a token. Returns True if the matches are the earlier ones, continued."""
         followed = [match.longer() for match in self.matches if match.next() == token]
+        self._copy.push(token, self.matches, len(self.tokens))
         self._index((token,))
         if followed and followed[0].length > MOST_FOUND:
             self.matches = followed
@@ -156,7 +169,7 @@ class Text:
 
     def end(self) -> None:
         """Mark the sequence as complete, and free everything that other requests do not need."""
-        self.matches, self._latest, self._before = [], {}, array("i")
+        self.matches, self._copy, self._latest, self._before = [], _Copy(), {}, array("i")
         if self._shared is not None:
             self._shared.end(self)
 
@@ -197,6 +210,8 @@ class Text:
             found += self._find_shared(self._shared)
         if len(found) > 1:
             found.sort(key=lambda match: -match.length)
+        if (place := self._copy.place(end)) is not None and not (found and found[0].length >= LEAST_COPIED):
+            found = [place, *(match for match in found if match.tokens is not place.tokens or match.at != place.at)]
         self.matches = found
 
     def _find_shared(self, shared: SharedTexts) -> list[Match]:
@@ -215,6 +230,50 @@ class Text:
                     found.append(Match(other.tokens, at, length, 0))
             place = other._shared_before[at]
         return found
+
+
+class _Copy:
+    """A passage that a sequence copies, and where in it the sequence is.
+
+    A token that is not the passage's next one may stand for it, be added to it, or come after some that are left out.
+    The passage is searched for it; until one of the next tokens is found there, each is thought to stand for one of the
+    passage's.
+    """
+
+    def __init__(self) -> None:
+        self._at: Match | None = None
+        """The last token that is the passage's; None: nothing is copied."""
+        self._n_changed = 0
+        """Tokens since then."""
+
+    def push(self, token: int, matches: Sequence[Match], n: int) -> None:
+        """A token is appended to a sequence of `n` tokens. `matches`: the matches before it."""
+        if matches and matches[0].length >= LEAST_COPIED:
+            self._at, self._n_changed = matches[0], 0
+        if (at := self._at) is None:
+            return
+        if not self._n_changed and at.next() == token:
+            self._at = at.longer()
+            return
+        self._n_changed += 1
+        for place in range(at.at + 1, min(at.at + 1 + _MOST_CHANGED, len(at.tokens))):
+            if at.tokens[place] == token:
+                self._at, self._n_changed = Match(at.tokens, place, 1, at.period and n - place, resumed=True), 0
+                return
+        if self._n_changed > _MOST_CHANGED:
+            self._at = None
+
+    def place(self, end: int) -> Match | None:
+        """The place in the passage that the sequence has reached with its last token, number `end`; None: no passage
+        was changed lately."""
+        if (at := self._at) is None or not (self._n_changed or at.resumed):
+            return None
+        if not self._n_changed:
+            return at
+        reached = at.at + self._n_changed
+        if not at.period and reached >= len(at.tokens):
+            return None
+        return Match(at.tokens, reached, 0, at.period and end - reached, resumed=True)
 
 
 def _length(tokens: array[int], at: int, own: array[int], end: int) -> int:
