@@ -239,6 +239,8 @@ class RequestState(SequenceState):
     """When the root was accepted."""
     drafted_at: float = 0.0
     """When drafters sent draft tokens last."""
+    is_copying: bool = False
+    """Drafters without a model have drafted enough for all runs in flight: those with one would only take cores."""
     draft_check: DraftCheck | None = None
     n_predict: int = field(init=False)
     """Tokens to generate at most; -1: until the text ends or the context is full."""

@@ -52,8 +52,8 @@ from scripts.bench.measuring import ITERATIVE, greedy, middle, pin_rank, run_ran
 from scripts.models.make_pair import Shape, make_pair
 
 N_CTX, N_PROMPT, N_QUOTED = 512, 128, 128
-MOST_ROWS_SHOWN = 16
-"""Rows of the longest runs that are shown; longer ones are prompts."""
+MOST_DRAFT_ROWS = 16
+"""Rows of the draft's longest runs that are shown; longer ones are prompts."""
 SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project's folder
 TEXTS = tuple((Path(__file__).parents[2] / "prompts" / f"{name}.txt") for name in ("tale", "program", "chat"))
 SETTINGS = {
@@ -152,10 +152,11 @@ def busy_guest(is_wanted: bool) -> Iterator[None]:
 
 
 def time_by_rows(stats: RequestStats, draft: bool) -> dict[int, list[float]]:
-    """Of computed runs, by their rows: [runs, seconds in the slowest stage, all told]."""
+    """Of computed runs without parts of prompts, by their rows: [runs, seconds in the slowest stage, all told]."""
     found: dict[int, list[float]] = {}
     for run in stats.draft_runs if draft else stats.runs:
-        if run.spans and not run.cancelled:
+        most = MOST_DRAFT_ROWS if draft else run.n_draft_tokens + 1
+        if run.spans and not run.cancelled and run.n_run_rows <= most:
             entry = found.setdefault(run.n_run_rows, [0, 0.0])
             entry[0] += 1
             entry[1] += max(span.busy_s for span in run.spans)
@@ -272,7 +273,7 @@ def print_runs(names: list[str], results: list[dict[str, Any]]) -> None:
             for n_rows, (n, seconds) in (item for r in own for item in r[key].items()):
                 entry = total.setdefault(int(n_rows), [0, 0.0])
                 entry[0], entry[1] = entry[0] + n, entry[1] + seconds
-            total = {n_rows: total[n_rows] for n_rows in sorted(total) if n_rows <= MOST_ROWS_SHOWN}
+            total = {n_rows: total[n_rows] for n_rows in sorted(total)}
             if total:
                 per = sum(len(r["text"]) for r in own) / 100
                 parts = [f"{rows} x {n / per:.1f} ({s / n * 1e3:.1f})" for rows, (n, s) in total.items()]

@@ -65,8 +65,8 @@ def test_never_more_than_certain() -> None:
     calibration = Calibration()
     for _ in range(300):
         calibration.judged(0.3, True)
-    assert calibration.probability(0.3) == pytest.approx(1.0)
-    assert calibration.probability(0.45) == 1.0
+    assert 0.99 < calibration.probability(0.3) < 1.0
+    assert 0.99 < calibration.probability(0.45) < 1.0
 
 
 class Both:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -244,10 +246,35 @@ def test_accepted_tokens_go_round_in_as_many_runs_as_bring_most() -> None:
     assert Rounds(RunCost(), 1).size == 1
 
 
+def chain(*probabilities: float) -> list[float]:
+    """Path probabilities of draft tokens that are each that probable after the one before."""
+    return list(itertools.accumulate(probabilities, operator.mul))
+
+
+CHEAP_ROWS = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0}
+
+
 def test_nearly_certain_paths_go_in_long_runs() -> None:
-    cost = shared({1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4}, length=8.0)
-    assert most_per_second([0.8**depth for depth in range(1, 8)], cost) == 1, "each row delays the next correction"
-    assert most_per_second([0.999**depth for depth in range(1, 8)], cost) >= 6
+    cost = shared(CHEAP_ROWS, length=8.0)
+    assert most_per_second(chain(*[0.6] * 15), cost) == 1, "each row delays the next correction"
+    assert 2 <= most_per_second(chain(*[0.97] * 15), cost) <= 8
+    assert most_per_second(chain(*[0.999] * 15), cost) > 8
+
+
+def test_doubts_about_earlier_runs_shorten_no_run() -> None:
+    """If a draft token that is in flight is wrong, this run is cancelled, however long it is."""
+    cost, after = shared(CHEAP_ROWS, length=8.0), 0.3
+    copied = [after * path for path in chain(*[0.999] * 15)]
+    assert most_per_second(copied, cost, after=after) == most_per_second(chain(*[0.999] * 15), cost)
+    assert most_per_second(copied, cost) < most_per_second(copied, cost, after=after)
+
+
+def test_doubts_about_what_follows_shorten_a_run() -> None:
+    """The next correction is then to be expected from a run that has to wait for this one."""
+    cost = shared(CHEAP_ROWS, length=8.0)
+    certain, doubtful = chain(*[0.999] * 15), chain(*[0.999] * 8, *[0.5] * 7)
+    assert most_per_second(doubtful, cost) < 8 < most_per_second(certain, cost)
+    assert most_per_second([0.0, 0.0], cost) == 1, "nothing is expected at all"
 
 
 # Targets that cannot roll back

@@ -32,6 +32,8 @@ from ggpipe.core.run_cost import most_per_second
 from ggpipe.core.tree import Node
 
 _PROBABILITY = operator.itemgetter(0)
+_COPIED, _COPIED_PATH = 16, 0.5
+"""Depth and path probability of a chain of n-grams that leaves nothing to do for draft models on the same machine."""
 _WAIT_LIMIT = 2.0
 """Times a drafter's usual pace: the longest that a fresh root waits for its next draft token."""
 
@@ -166,7 +168,7 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
     if not pipeline.limits.rolls_back and len(drafting) > 1 and found:
         found = _best_first(pipeline, (found[0][1],), most)
     probabilities = [probability for probability, _ in found]
-    n = most_per_second(probabilities, pipeline.cost)
+    n = most_per_second(probabilities, pipeline.cost, after=_followed(found))
     if n > 1 and pipeline.tries_one(probabilities[0], sum(probabilities[1:n])):
         n = 1
     return Choice(_schedule((), found, n))
@@ -200,6 +202,25 @@ def look_ahead(
         return min(calibration.reach, speculation.most_drafted)
     usual = most_per_second(usual_chain(together, speculation.most_drafted), cost)
     return min(usual * (pipeline.limits.n_in_flight + 1), calibration.reach)
+
+
+def is_copying(pipeline: PipelineState, state: RequestState) -> bool:
+    """Whether drafters with a model have nothing to do, see `RequestState.is_copying`. Where they have cores of their
+    own, they may keep drafting, and are ready when the copy ends."""
+    if not pipeline.limits.shares_machine or not state.overlaps:
+        return False
+    at_once = state.drafters.at_once
+    if not at_once or len(at_once) == len(state.drafters):
+        return False
+    node = state.tree.root
+    least = node.log_path + math.log(_COPIED_PATH)
+    for _ in range(_COPIED):
+        if not node.children:
+            return False
+        node = max(node.children.values(), key=operator.attrgetter("log_path"))
+        if node.log_path < least or not any(proposal.drafter in at_once for proposal in node.proposals):
+            return False
+    return True
 
 
 def least_path(pipeline: PipelineState, state: RequestState, served: Sequence[SequenceState]) -> float:
@@ -254,6 +275,15 @@ def _found(state: RequestState, most: int) -> list[FrontierToken]:
     """The same as `_nodes`, `most` of them at most."""
     log_root = state.tree.root.log_path
     return [(math.exp(node.log_path - log_root), state) for node in itertools.islice(_nodes(state), most)]
+
+
+def _followed(found: Sequence[FrontierToken]) -> float:
+    """Path probability of the token that the first of these draft tokens follows; 1 where there are none."""
+    if not found:
+        return 1.0
+    probability, state = found[0]
+    node = next(_nodes(state))
+    return probability / node.probability if probability else 1.0
 
 
 def _schedule(roots: Iterable[RequestState], found: Sequence[FrontierToken], n: int) -> list[ScheduledRows]:

@@ -137,7 +137,7 @@ class PipelineState:
 
     def set_turns(self, state: RequestState, is_only: bool) -> None:
         """Have target and drafters take turns or not, since tokens of this request were accepted, or it begins."""
-        drafts = state.overlaps and state.drafters.leading.pace.next_s is not None
+        drafts = state.overlaps and not state.is_copying and state.drafters.leading.pace.next_s is not None
         self.in_turn = is_only and drafts and self.turns.in_turn
 
     def may_draft(self, state: RequestState) -> bool:

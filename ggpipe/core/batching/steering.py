@@ -67,11 +67,12 @@ class Steering:
     def _set_look_aheads(self, state: RequestState, served: Sequence[SequenceState]) -> None:
         """How far each drafter may be ahead of the root from now on."""
         others = [other for other in served if other is not state]
+        state.is_copying = frontier.is_copying(self._pipeline, state)
         for number, drafter in state.drafters:
             drafter.is_paused = state.overlaps and self._payoff.is_paused(number, len(others) + 1)
             if drafter.answers_at_once:
                 drafter.look_ahead = frontier.look_ahead_at_once(self._pipeline, state, others)
-            elif drafter.is_paused:
+            elif drafter.is_paused or state.is_copying:
                 drafter.look_ahead = 0
             else:
                 drafter.look_ahead = frontier.look_ahead(self._pipeline, state, drafter.calibration, others)
@@ -83,7 +84,11 @@ class Steering:
         if not with_model:
             return
         alike = all(
-            isinstance(other, RequestState) and other.overlaps and other.phase is not Phase.PREFILL for other in served
+            isinstance(other, RequestState)
+            and other.overlaps
+            and not other.is_copying
+            and other.phase is not Phase.PREFILL
+            for other in served
         )
         named_by = {proposal.drafter for proposal in state.tree.root.proposals}
         requests = [other.id for other in served] if alike else ()

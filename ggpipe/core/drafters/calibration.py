@@ -55,13 +55,15 @@ class Calibration:
         """How probable it is that a draft token is right to which the drafter gives `prob`.
 
         A bin whose draft tokens were right half as often as the drafter said halves its probabilities. A bin that has
-        seen few of them does as the drafter's means over all of them say.
+        seen few of them does as the drafter's means over all of them say. A probability rises no higher than so many
+        of them can show (Jeffreys' prior).
         """
         if prob <= 0:
             return 0.0
         overall = self.agreement / self._named if self._named > 0 else 1.0
         bin_, prior = self._bins[bisect_right(_BORDERS, prob)], _PRIOR * prob
-        return min(prob * (bin_.right + prior * overall) / (bin_.named + prior), 1.0)
+        calibrated = prob * (bin_.right + prior * overall) / (bin_.named + prior)
+        return min(calibrated, max(prob, 1 - 0.5 / (max(bin_.named, bin_.right) + 1)))
 
     @property
     def reach(self) -> int:

@@ -26,14 +26,15 @@ _MOST_TOKENS = 1_000_000
 """Maximum number of indexed tokens of all requests. A token takes about 20 bytes."""
 _LEAST_PATH = 0.1
 """Minimum path probability of a draft token. Less probable ones cost rows and energy, and delay corrections."""
-_SUREST = 0.99
+_SUREST = 0.998
 """Maximum probability of a token."""
 _MOST_NODES = 256
 """Maximum number of draft tokens below the root."""
 _BORDERS = (4, 5, 6, 8, 11, 16, 24, 40)
 """Upper bounds of the bins of match lengths, in tokens. A match within a quote soon reaches the next bin."""
-_KEEPS = 1 - 1 / 64
-"""Factor by which a bin's counts decay with each token that is judged."""
+_KEEPS, _LONG_KEEPS, _LONG = 1 - 1 / 64, 1 - 1 / 256, 16
+"""Factor by which a bin's counts decay with each token that is judged; the same for matches of `_LONG` tokens and more,
+which rarely end."""
 _PRIOR = 3.0
 """Weight of the prior probability, zero, in the first bin, in tokens."""
 _INHERITED = 1.0
@@ -56,20 +57,28 @@ class Chances:
 
     def judged(self, kind: int, length: int, share: float, right: bool) -> None:
         """Record whether a token proposed by this share of the matches was right."""
-        first = _bin(kind, length)
-        self._right[kind][first] = self._right[kind][first] * _KEEPS + right
-        self._named[kind][first] = self._named[kind][first] * _KEEPS + share
+        first, keeps = _bin(kind, length), _KEEPS if length < _LONG else _LONG_KEEPS
+        self._right[kind][first] = self._right[kind][first] * keeps + right
+        self._named[kind][first] = self._named[kind][first] * keeps + share
         for one in (kind,) if kind != _ONE else (_ONE, _ALL, _SOME):
             self._reckon(one, first)
 
     def _reckon(self, kind: int, first: int) -> None:
-        """Recompute probabilities from a bin on: bins inherit from those of shorter matches and of single matches."""
+        """Recompute probabilities from a bin on: bins inherit from those of shorter matches and of single matches.
+
+        As many tokens as were judged show no more than that another one may be wrong (Jeffreys' prior): where a match
+        is nearly certain, how certain it is decides how many rows a run takes.
+        """
         rights, named, known, single = self._right[kind], self._named[kind], self._known[kind], self._known[_ONE]
+        inherits = kind in (_ALL, _SOME)
+        n_judged = sum(named[:first]) + (sum(self._named[_ONE][:first]) if inherits else 0.0)
         shorter = known[first - 1] if first else 0.0
         for i in range(first, len(known)):
-            inherited = shorter if kind in (_ONE, _RESUMED) else max(shorter, single[i])
+            inherited = max(shorter, single[i]) if inherits else shorter
             prior = _INHERITED if i else _PRIOR
-            shorter = known[i] = (rights[i] + prior * inherited) / (named[i] + prior)
+            n_judged += named[i] + (self._named[_ONE][i] if inherits else 0.0)
+            most = 1 - 0.5 / (n_judged + 1)
+            shorter = known[i] = min((rights[i] + prior * inherited) / (named[i] + prior), most)
 
 
 class Ngrams:

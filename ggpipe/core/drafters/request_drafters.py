@@ -57,6 +57,8 @@ class RequestDrafters:
     def __init__(self, drafters: Iterable[int], tree: Tree, at_once: Container[int] = ()) -> None:
         """`tree`: of the request; draft tokens go into it. `at_once`: ids of the drafters that need no model."""
         self._states = {drafter: DrafterState(drafter in at_once) for drafter in drafters}
+        self.at_once = frozenset(drafter for drafter in self._states if drafter in at_once)
+        """Those that need no model."""
         self._calibrations = {drafter: state.calibration for drafter, state in self._states.items()}
         self._consensus = Consensus()
         self._together = Calibration()
@@ -65,6 +67,9 @@ class RequestDrafters:
     def __iter__(self) -> Iterator[tuple[int, DrafterState]]:
         """(id, state) of each drafter, in the order in which the request names them."""
         return iter(self._states.items())
+
+    def __len__(self) -> int:
+        return len(self._states)
 
     def __contains__(self, drafter: int) -> bool:
         return drafter in self._states

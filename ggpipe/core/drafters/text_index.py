@@ -210,8 +210,8 @@ class Text:
             found += self._find_shared(self._shared)
         if len(found) > 1:
             found.sort(key=lambda match: -match.length)
-        if (place := self._copy.place(end)) is not None and not (found and found[0].length >= LEAST_COPIED):
-            found = [place, *(match for match in found if match.tokens is not place.tokens or match.at != place.at)]
+        if (copied := self._copy.place(end)) is not None and not (found and found[0].length >= LEAST_COPIED):
+            found = [copied, *(match for match in found if match.tokens is not copied.tokens or match.at != copied.at)]
         self.matches = found
 
     def _find_shared(self, shared: SharedTexts) -> list[Match]:
