@@ -281,9 +281,9 @@ def _followed(found: Sequence[FrontierToken]) -> float:
     """Path probability of the token that the first of these draft tokens follows; 1 where there are none."""
     if not found:
         return 1.0
-    probability, state = found[0]
-    node = next(_nodes(state))
-    return probability / node.probability if probability else 1.0
+    _, state = found[0]
+    parent = next(_nodes(state)).parent or state.tree.root
+    return math.exp(parent.log_path - state.tree.root.log_path) or 1.0
 
 
 def _schedule(roots: Iterable[RequestState], found: Sequence[FrontierToken], n: int) -> list[ScheduledRows]:
