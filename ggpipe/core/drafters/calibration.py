@@ -55,8 +55,8 @@ class Calibration:
         """How probable it is that a draft token is right to which the drafter gives `prob`.
 
         A bin whose draft tokens were right half as often as the drafter said halves its probabilities. A bin that has
-        seen few of them does as the drafter's means over all of them say. A probability rises no higher than so many
-        of them can show (Jeffreys' prior).
+        seen few of them does as the drafter's means over all of them say. A probability rises no higher than that
+        many of them can show (Jeffreys' prior).
         """
         if prob <= 0:
             return 0.0

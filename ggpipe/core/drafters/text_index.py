@@ -51,7 +51,7 @@ class Match(NamedTuple):
     period: int
     """Distance of the match from the end, if it lies in the same request; otherwise 0."""
     resumed: bool = False
-    """The place follows from what was copied before the last change; only so many tokens match since then."""
+    """The place follows from what was copied before the last change; `length` counts the matching tokens after it."""
 
     def next(self) -> int | None:
         """The token after the match, or None at the end of another sequence. A request's own sequence is assumed to
