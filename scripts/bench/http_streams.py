@@ -59,9 +59,9 @@ def stream(port: int, texts: Sequence[Sequence[int]], n: int) -> Streams:
                 raise RuntimeError(f"the server sent nothing for {_SILENT_S:g} s")
             now = time.monotonic()
             for key, _ in ready:
-                n_open -= _read(key.data, now, n)
-                if not n_open:
-                    break
+                if _read(key.data, now, n):
+                    selector.unregister(key.fileobj)  # the last chunk's end may still come
+                    n_open -= 1
     return Streams(began, [own.times for own in streams])
 
 

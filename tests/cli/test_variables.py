@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ggpipe.cli import app
+from ggpipe.cli import app, dispatch
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import SamplingConfig
@@ -36,7 +36,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
             seen.append(options)
             return 0
 
-        monkeypatch.setattr(app, "_call", keep)
+        monkeypatch.setattr(dispatch, "_call", keep)
         code = app.run(arguments.split())
         assert code == (0 if seen or "--help" in arguments else 2)
         return seen[0] if seen else None
