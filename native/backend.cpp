@@ -150,7 +150,7 @@ bool local_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
     const Stage & s = *device_of(d).stage;
     for (int i = 0; s.loading && i < 4; i++) {
         ggml_tensor * w = op->src[i];
-        if (!w || !w->buffer || w->buffer->buft != dev_buft(d) || (s.exact && repacking_breaks(w->type))) continue;
+        if (!w || !w->buffer || w->buffer->buft != dev_buft(d) || (s.exact && repacking_breaks(w->type, s.fast_kernels))) continue;
         if (repacking_type(s, w, op)) return false;
     }
     return cpu_runs(op);
@@ -202,7 +202,7 @@ ggml_status local_compute(ggml_backend_t b, ggml_cgraph * whole) {
         part.uid = 0;
         graph = &part;
     }
-    const ggml_status status = s.exact ? compute_exact(inner(b), graph, s.cell_order)
+    const ggml_status status = s.exact ? compute_exact(inner(b), graph, s.cell_order, s.fast_kernels)
                                : s.fast_kernels ? compute_fast(inner(b), graph)
                                                   : ggml_backend_graph_compute(inner(b), graph);
     if (hidden_at >= 0 && status == GGML_STATUS_SUCCESS) {

@@ -51,11 +51,11 @@ class CellOrder {  // KV cells in the order in which they were written; see cell
 };
 
 // As ggml_backend_graph_compute on a CPU backend, with products that depend on the number of rows cut into parts that
-// do not, and with attention that reads KV cells in order.
-ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order);
+// do not, and with attention that reads KV cells in order. fast: also as `compute_fast`.
+ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order, bool fast);
 
-// Repacked weights of this type are multiplied in an order that depends on the number of rows.
-bool repacking_breaks(ggml_type type);
+// Repacked weights of this type are multiplied in an order that depends on the number of rows. fast: with our own products.
+bool repacking_breaks(ggml_type type, bool fast);
 
 // What the last rank takes from a row of logits, so that it need not ship the row: ids and logits of the k largest, largest
 // first, equal ones by id, and the log-sum-exp, which takes most of the time. It is not a number without `sums` and for

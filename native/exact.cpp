@@ -6,17 +6,20 @@
 //   floats  they take a number of outputs that is a multiple of 4: the last output is computed apart
 //   IQ4_NL  they take two rows or more: each row is computed apart
 // Attention without flash attention is such products, of F16 keys and values. MUL_MAT_ID never uses these kernels.
+//
+// Our own products and attention give a row the same bits in any run by themselves (products.cpp, attention.cpp).
 #include <cstring>
 
 #include "compute.h"
+#include "fast.h"
 
 namespace ggpipe {
 
 namespace {
 enum class Cut { None, LastOutput, Rows };
 
-Cut cut_of(const ggml_tensor * node) {
-    if (node->op != GGML_OP_MUL_MAT || node->ne[1] < 2) return Cut::None;
+Cut cut_of(const ggml_tensor * node, bool fast) {
+    if (node->op != GGML_OP_MUL_MAT || node->ne[1] < 2 || (fast && is_product(node))) return Cut::None;
     const ggml_tensor * weight = node->src[0];
     switch (weight->type) {
         case GGML_TYPE_F32:
@@ -53,23 +56,25 @@ void add_outputs(ggml_cgraph * graph, ggml_context * ctx, ggml_tensor * node, in
 }
 }  // namespace
 
-bool repacking_breaks(ggml_type type) {
+bool repacking_breaks(ggml_type type, bool fast) {
+    if (fast && multiplies_repacked(type)) return false;
     return type >= GGML_TYPE_Q2_K && type <= GGML_TYPE_Q6_K;  // Q3_K, Q4_K and Q5_K are between the two
 }
 
-ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order) {
+ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order, bool fast) {
+    const auto compute = fast ? compute_fast : ggml_backend_graph_compute;
     const int n_nodes = ggml_graph_n_nodes(graph);
     cell_order.begin_graph();
     size_t n_parts = 0;
     for (int i = 0; i < n_nodes; i++) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
-        const Cut cut = cut_of(node);
+        const Cut cut = cut_of(node, fast);
         n_parts += cut == Cut::LastOutput ? 2 : cut == Cut::Rows ? node->ne[1] : 0;
         if (node->op == GGML_OP_SET_ROWS) cell_order.written(node);
         if (node->op == GGML_OP_FLASH_ATTN_EXT && cell_order.needed(node)) n_parts += 4;
         if (node->op == GGML_OP_SOFT_MAX && node->src[1]) cell_order.complete = false;  // masked: attention
     }
-    if (n_parts == 0) return ggml_backend_graph_compute(backend, graph);
+    if (n_parts == 0) return compute(backend, graph);
     const size_t size = n_nodes + n_parts;
     ggml_context * ctx = ggml_init(
         {ggml_graph_overhead_custom(size, false) + 3 * n_parts * ggml_tensor_overhead(), nullptr, /*no_alloc*/ true});
@@ -82,7 +87,7 @@ ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder
             ggml_graph_add_node(exact_graph, to);
             continue;
         }
-        switch (cut_of(node)) {
+        switch (cut_of(node, fast)) {
             case Cut::None: ggml_graph_add_node(exact_graph, node); break;
             case Cut::LastOutput:
                 add_outputs(exact_graph, ctx, node, 0, node->ne[0] - 1);
@@ -96,7 +101,7 @@ ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder
                 }
         }
     }
-    const ggml_status status = ggml_backend_graph_compute(backend, exact_graph);
+    const ggml_status status = compute(backend, exact_graph);
     ggml_free(ctx);
     return status;
 }

@@ -1,4 +1,4 @@
-// Operations that are computed here in place of ggml where that is faster, in default numerics. While a graph is computed, they
+// Operations that are computed here in place of ggml where that is faster. While a graph is computed, they
 // are custom operations of ggml's.
 #pragma once
 
@@ -49,6 +49,7 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void * sta
 
 // Products with quantized weights; see products.cpp.
 bool is_product(const ggml_tensor * node);
+bool multiplies_repacked(ggml_type type);  // of weights that ggml has repacked
 void compute_product(ggml_tensor * node, int thread, int n_threads, void * state);
 
 // One product alone, as a stage computes it, for tests and measurements.

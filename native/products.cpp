@@ -1,4 +1,4 @@
-// Products of weights, in default numerics, on CPUs with AVX2 (quad_tiles.h, floats.cpp) or AVX-512 VNNI (tiles.h).
+// Products of weights, on CPUs with AVX2 (quad_tiles.h, floats.cpp) or AVX-512 VNNI (tiles.h).
 //
 // ggml reads and unpacks a matrix again for each row or two of a run, so two rows take twice as long as one. Here a tile of
 // weights, 8 or 16 rows by 256 columns, is unpacked once, and all rows of activations are multiplied with it while it is in
@@ -55,6 +55,11 @@ void quantize_rows(FastGraph::Quantized & quantized, const Activations & a) {
 }
 }  // namespace
 
+bool multiplies_repacked(ggml_type type) {
+    const Kernel * kernel = kernel_for(type);
+    return kernel && kernel->is_repacked;
+}
+
 bool is_product(const ggml_tensor * node) {
     if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) return false;
     if (!(node->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
@@ -68,7 +73,7 @@ bool is_product(const ggml_tensor * node) {
     // Of a model: neither KV cells, which attention without flash attention multiplies, nor the rotation of quantized ones.
     const bool is_weight = weights->op == GGML_OP_NONE && weights->buffer &&
                            ggml_backend_buffer_get_usage(weights->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
-    return is_weight ? weights->ne[2] == source->ne[2] : weights->ne[2] == 1 && source->ne[2] == 1 && ggml_is_quantized(weights->type);
+    return is_weight ? weights->ne[2] == 1 || weights->ne[2] == source->ne[2] : weights->ne[2] == 1 && source->ne[2] == 1 && ggml_is_quantized(weights->type);
 }
 
 void FastGraph::add(ggml_tensor * product) {
@@ -126,11 +131,11 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
             }
         }
     } else {
-        for (int64_t matrix = 0, row = 0; matrix < weights->ne[2]; matrix++) {  // heads' own, or a single one
-            Use & use = add(matrix);
+        for (int64_t slice = 0, row = 0; slice < node->ne[2]; slice++) {  // heads, which may have matrices of their own, or sequences
+            Use & use = slice < weights->ne[2] ? add(slice) : uses[0];
             for (int64_t i = 0; i < node->ne[1]; i++, row++) {
                 use.rows.push_back(row);
-                use.to.push_back((float *) ((char *) node->data + i * node->nb[1] + matrix * node->nb[2]));
+                use.to.push_back((float *) ((char *) node->data + i * node->nb[1] + slice * node->nb[2]));
             }
         }
     }
@@ -149,6 +154,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
 }
 
 #else
+bool multiplies_repacked(ggml_type) { return false; }
 bool is_product(const ggml_tensor *) { return false; }
 void FastGraph::add(ggml_tensor *) {}
 void compute_product(ggml_tensor *, int, int, void *) {}

@@ -63,7 +63,7 @@ struct Device {  // a ggml device, its registry (libllama asks that for function
 
 struct Stage {
     // first: it reads the input embedding: no rank is before this one, or it has MTP layers. repack: let the CPU backend repack weights. exact: reference kernels.
-    // fast_kernels: our own kernel, where it can and not `exact`. touch_cells: KV cells get their memory when they are
+    // fast_kernels: our own kernels, where they can. touch_cells: KV cells get their memory when they are
     // made, not when they are used first.
     Stage(bool first, bool repack, bool exact, bool fast_kernels, bool touch_cells);
 

@@ -190,8 +190,7 @@ class EngineOptions(RequestOptions, total=False):
     """Flash attention: on, off or auto. Default: 'on'."""
     fast_kernels: bool
     """Use ggpipe's own kernels where they are faster than ggml's: flash attention (f16 KV cells) and products with
-    quantized weights, on CPUs with AVX2. Results are equal except for rounding. With `exact`, ggml's are used. Default:
-    True."""
+    quantized weights, on CPUs with AVX2. Results are equal except for rounding. Default: on, but off with `exact`."""
     cache_type_k: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
     """KV cache type of K: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1. Default: 'f16'."""
     cache_type_v: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
@@ -201,8 +200,8 @@ class EngineOptions(RequestOptions, total=False):
     whose cells do not fit is always refused. `restart` always does so when it moves layers to other machines. Default:
     False."""
     exact: bool
-    """Use reference kernels: slower, but with the same bits for every split, mode and number of threads. Default:
-    False."""
+    """Compute the same bits for every split, mode and number of threads: with ggml's reference kernels, which are
+    slower, or with ggpipe's own if `fast_kernels` is given. Default: False."""
     layer_split: str
     """Share of the layers for each rank, head first (0.1,0.4,0.5). SHARE*N: N ranks compute these layers together, as a
     group (0.5*2,0.5*2). Ranks of the draft model come after a slash (0.5,0.5/1.0), those of each further draft model

@@ -66,6 +66,7 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
     cache_type_v: str = "f16"
     flash_attn: str = "on"
     exact: bool = False
+    fast_kernels: bool | None = None
     repack: bool = True
 
 

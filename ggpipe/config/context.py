@@ -42,10 +42,10 @@ class ContextConfig:
     cache_type_v: KvType = "f16"
     flash_attn: FlashAttention = "on"
     exact: bool = False
-    """Reference kernels: the same bits for every split, mode and thread count."""
-    fast_kernels: bool = True
-    """Use ggpipe's own flash attention and products of quantized weights, which equal ggml's except for rounding.
-    ggml's are used where ours are not supported or not faster, and with `exact`."""
+    """The same bits for every split, mode and thread count, and in any company."""
+    fast_kernels: bool | None = None
+    """Use ggpipe's own flash attention and products of weights, which equal ggml's except for rounding. ggml's are used
+    where ours are not supported or not faster. None: where not `exact`, which then means ggml's reference kernels."""
     rope_scaling: RopeScaling | None = None
     """None: the model's."""
     rope_scale: float = 0.0
@@ -93,3 +93,8 @@ class ContextConfig:
                 f"{self.cache_type_v} needs flash attention",
                 Wording("set ", Setting("flash_attn"), " to on"),
             )
+
+    @property
+    def uses_fast_kernels(self) -> bool:
+        """ggpipe's own kernels are used where they are supported."""
+        return not self.exact if self.fast_kernels is None else self.fast_kernels

@@ -198,9 +198,15 @@ def _facts(stage: Stage, file: ModelFile, model: ModelConfig, context: ContextCo
         "layers": f"{first + 1}-{end} of {file.n_layer}{_part_text(stage.group)}",
         "KV types": f"{context.cache_type_k} and {context.cache_type_v}",
         "flash attention": context.flash_attn,
-        "exact numerics": "on" if context.exact else "off",
+        "exact numerics": _exactness(context),
         "RoPE settings": ", ".join(f"{name} {value}" for name, value in rope.items()),
     }  # fmt: skip
+
+
+def _exactness(context: ContextConfig) -> str:
+    if not context.exact:
+        return "off"
+    return "with ggpipe's kernels" if context.uses_fast_kernels else "on"
 
 
 def _part_text(group: Group | None) -> str:

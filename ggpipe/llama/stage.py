@@ -116,8 +116,8 @@ class Stage:
         self._gathered: dict[int, RowLogits] = {}
         """Whole rows of the last run that the group assembled, by place in the batch."""
         self._native = native.Stage(
-            first=self.is_first, repack=model.repack, exact=context.exact, fast_kernels=context.fast_kernels,
-            touch_cells=warmup and model.numa is None,
+            first=self.is_first, repack=model.repack, exact=context.exact, 
+            fast_kernels=context.uses_fast_kernels, touch_cells=warmup and model.numa is None,
         )  # fmt: skip
         try:
             with joined(self._native, group, model_file, model) if group else contextlib.nullcontext():

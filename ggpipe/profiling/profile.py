@@ -293,5 +293,6 @@ def kernels_of(config: EngineConfig) -> Kernels:
         cache_type_v=context.cache_type_v,
         flash_attn=context.flash_attn,
         exact=context.exact,
+        fast_kernels=context.fast_kernels,
         repack=config.model.repack,
     )

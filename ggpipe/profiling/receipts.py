@@ -165,7 +165,7 @@ def _settings(measured: Measured) -> ReceiptSettings:
         cache_type_k=context.cache_type_k,
         cache_type_v=context.cache_type_v,
         flash_attn=context.flash_attn,
-        fast_kernels=context.fast_kernels,
+        fast_kernels=context.uses_fast_kernels,
         exact=context.exact,
         tensor_split=config.pipeline.tensor_split,
         tensor_wire=config.pipeline.tensor_wire,

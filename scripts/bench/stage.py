@@ -1,6 +1,6 @@
 """Measures what `ggpipe` adds to libllama; run it as `scripts/bench/stage`.
 
-single  one rank against libllama driven directly (llama_cpp's low-level calls), default numerics; and --exact
+single  one rank against libllama driven directly (llama_cpp's low-level calls), default numerics; and --exact, with each kind of kernels
 rows    runs of 1 to 128 rows, with ggpipe's own kernels and with ggml's, for several types of weights
 hops    two and three ranks under mpirun: the stages' decode times against the whole model's, and what a hop adds
 memory  a quarter of the layers: resident memory (smaps) mapped, bytes read (rchar) unmapped
@@ -94,11 +94,11 @@ class Libllama:
         return first - start, time.perf_counter() - first
 
 
-def one_rank(path: Path, exact: bool) -> Session:
-    """A loaded session without MPI."""
+def one_rank(path: Path, exact: bool, fast: bool) -> Session:
+    """A loaded session without MPI. `fast`: with ggpipe's own kernels."""
     config = EngineConfig(
         ModelConfig(path=path),
-        ContextConfig(n_ctx=N_CTX, exact=exact),
+        ContextConfig(n_ctx=N_CTX, exact=exact, fast_kernels=fast),
         PipelineConfig(threads=(1,)),
         cache_prompt=False,
     )
@@ -119,14 +119,15 @@ def job_single(path: Path, pairs: int, backwards: bool) -> int:
     start()
     makers: dict[str, Callable[[], Callable[[tuple[int, ...], int], tuple[float, float]]]] = {
         "libllama": lambda: Libllama(path).generate,
-        "ggpipe": lambda: partial(generate, one_rank(path, False)),
-        "ggpipe --exact": lambda: partial(generate, one_rank(path, True)),
+        "ggpipe": lambda: partial(generate, one_rank(path, False, True)),
+        "ggpipe --exact": lambda: partial(generate, one_rank(path, True, False)),
+        "ggpipe --exact --fast-kernels": lambda: partial(generate, one_rank(path, True, True)),
     }
     names = list(makers)[:: -1 if backwards else 1]
     runs = {name: makers[name]() for name in names}
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for i in range(pairs + 1):
-        for name in names[i % 3 :] + names[: i % 3]:  # no contender always follows the same one
+        for name in names[i % 4 :] + names[: i % 4]:  # no contender always follows the same one
             cpu = time.process_time()
             prefill, decode = runs[name](prompt_tokens(N_PROMPT), N_DECODE)
             if i > 0:  # the first round warms up
@@ -144,15 +145,16 @@ def bench_single(path: Path, pairs: int) -> None:
         for name, values in result.items():
             times.setdefault(name, []).extend(values)
     print(f"\nsingle: one rank, -t 1, {N_PROMPT} prompt tokens, {N_DECODE} generated, 2 x {pairs} rounds in turn")
+    width = max(map(len, times))
     for name, values in times.items():
         prefill = statistics.median(N_PROMPT / v[0] for v in values)
         decode = statistics.median((N_DECODE - 1) / v[1] for v in values)
-        print(f"  {name:16s} prefill {prefill:7.2f} t/s   decode {decode:7.2f} t/s")
-    for name in ("ggpipe", "ggpipe --exact"):
+        print(f"  {name:{width}s} prefill {prefill:7.2f} t/s   decode {decode:7.2f} t/s")
+    for name in [name for name in times if name != "libllama"]:
         for what, index in (("prefill speed", 0), ("decode speed", 1), ("CPU time", 2)):
             both = list(zip(times["libllama"], times[name], strict=True))
             ratios = [b[2] / a[2] if index == 2 else a[index] / b[index] for a, b in both]
-            print(f"  {name:16s} {what:13s} / libllama's {middle(ratios, 3)}")
+            print(f"  {name:{width}s} {what:13s} / libllama's {middle(ratios, 3)}")
 
 
 # rows

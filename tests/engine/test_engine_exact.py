@@ -55,10 +55,14 @@ def texts() -> tuple[tuple[tuple[int, ...], list[int]], ...]:
 
 
 @contextmanager
-def loaded(n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention) -> Iterator[tuple[LoadedHead, Session]]:
+def loaded(
+    n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention, fast: bool | None = None
+) -> Iterator[tuple[LoadedHead, Session]]:
     config = EngineConfig(
         model=ModelConfig(path=TARGET),
-        context=ContextConfig(n_ctx=N_CTX, n_ubatch=64, n_seq=16, exact=True, flash_attn=flash_attn),
+        context=ContextConfig(
+            n_ctx=N_CTX, n_ubatch=64, n_seq=16, exact=True, fast_kernels=fast, flash_attn=flash_attn
+        ),
         pipeline=PipelineConfig(threads=(1,)),
         drafts=(
             DraftConfig(
@@ -104,6 +108,15 @@ def test_texts_beside_others(n_ranks: int, n_draft_ranks: int, drafts: str) -> N
         assert not head.warnings
         for order in ((0, 1, 2, 3), (2, 0, 3, 1)):  # the second time among cells that the first has left behind
             assert serve(engine, DRAFTS[drafts], order) == [texts()[case][1] for case in order]
+
+
+def test_fast_kernels() -> None:
+    """Outputs with ggpipe's own kernels do not depend on ranks, draft tokens or company either."""
+    with loaded(1, 0, "on", fast=True) as (_, engine):
+        alone = [serve(engine, DRAFTS["none"], (case,))[0] for case in range(len(CASES))]
+    with loaded(3, 1, "on", fast=True) as (_, engine):
+        for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+            assert serve(engine, DRAFTS["trees"], order) == [alone[case] for case in order]
 
 
 def test_without_flash_attention_requests_take_turns() -> None:

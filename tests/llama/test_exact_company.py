@@ -88,8 +88,10 @@ def alone(pipeline: Pipeline, texts: Sequence[tuple[int, ...]]) -> dict[tuple[in
     return found
 
 
-def check(path: Path, cuts: Sequence[int], cells: KvType, n_vocab: int, seed: int) -> None:
-    context = ContextConfig(n_ctx=512, n_seq=N_SEQ, exact=True, flash_attn="on", cache_type_k=cells, cache_type_v=cells)
+def check(path: Path, cuts: Sequence[int], cells: KvType, n_vocab: int, seed: int, fast: bool | None = None) -> None:
+    context = ContextConfig(
+        n_ctx=512, n_seq=N_SEQ, exact=True, fast_kernels=fast, flash_attn="on", cache_type_k=cells, cache_type_v=cells
+    )
     rng = np.random.default_rng(seed)
     with Pipeline(path, cuts, context, ModelConfig(path=path), threads=2) as pipeline:
         assert all(stage.exact_in_company for stage in pipeline.stages)
@@ -112,11 +114,12 @@ def check(path: Path, cuts: Sequence[int], cells: KvType, n_vocab: int, seed: in
     assert not differ, f"{len(differ)} of {len(company.found)} rows differ"
 
 
+@pytest.mark.parametrize("fast", [False, True], ids=["ggml", "fast"])
 @pytest.mark.parametrize("name", ZOO)
-def test_architectures(name: str, folder: Path) -> None:
+def test_architectures(name: str, fast: bool, folder: Path) -> None:
     path, model = make(name, folder / f"{name}.gguf"), ZOO[name]
     cuts = () if name in WHOLE else even_cuts(model.n_layer, 2)
-    check(path, cuts, "f16", 384 if model.tokenizer == "spm" else 128, 1)
+    check(path, cuts, "f16", 384 if model.tokenizer == "spm" else 128, 1, fast)
 
 
 def test_sparse_attention(folder: Path) -> None:
@@ -132,7 +135,8 @@ def test_types_of_cells(name: str, cells: KvType, folder: Path) -> None:
     check(path, (1,), cells, 128, 2)
 
 
+@pytest.mark.parametrize("fast", [False, True], ids=["ggml", "fast"])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("model", [TARGET, DRAFT], ids=lambda path: path.stem)
-def test_bundled_pair(model: Path, seed: int) -> None:
-    check(model, (1,), "f16", 2048, seed)
+def test_bundled_pair(model: Path, seed: int, fast: bool) -> None:
+    check(model, (1,), "f16", 2048, seed, fast)

@@ -43,11 +43,14 @@ def logits(
     flash_attn: FlashAttention = "on",
     cells: KvType = "f16",
     exact: bool = True,
+    fast: bool | None = None,
     shares: Sequence[Sequence[float]] = (),
 ) -> Logits:
     """Logits of the same random tokens, decoded in runs of these lengths."""
     tokens = np.random.default_rng(0).integers(1, 100, sum(runs)).tolist()
-    context = ContextConfig(n_ctx=256, exact=exact, flash_attn=flash_attn, cache_type_k=cells, cache_type_v=cells)
+    context = ContextConfig(
+        n_ctx=256, exact=exact, fast_kernels=fast, flash_attn=flash_attn, cache_type_k=cells, cache_type_v=cells
+    )
     rows, pos = [], 0
     with Pipeline(path, cuts, context, ModelConfig(path=path, repack=repack), threads, shares=shares) as pipeline:
         for i, n in enumerate(runs):
@@ -57,27 +60,30 @@ def logits(
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("fast", [False, True], ids=["ggml", "fast"])
 @pytest.mark.parametrize("repack", [True, False])
 @pytest.mark.parametrize("ftype", TYPES)
 @pytest.mark.parametrize("name", WIDE)
-def test_types_of_weights(name: str, ftype: str, repack: bool, folder: Path) -> None:
+def test_types_of_weights(name: str, ftype: str, repack: bool, fast: bool, folder: Path) -> None:
     with patch.dict(ZOO, WIDE):
         path = make(name, folder / f"{name}.gguf")
     if ftype != "F32":
         whole, path = path, folder / f"{name}-{ftype}.gguf"
         if not path.exists():
             quantize(whole, path, ftype)
-    one_by_one = logits(path, [1] * sum(RUNS), repack=repack)
-    np.testing.assert_array_equal(logits(path, RUNS, (1,), threads=2, repack=repack), one_by_one)
+    one_by_one = logits(path, [1] * sum(RUNS), repack=repack, fast=fast)
+    np.testing.assert_array_equal(logits(path, RUNS, (1,), threads=2, repack=repack, fast=fast), one_by_one)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("fast", [False, True], ids=["ggml", "fast"])
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
 @pytest.mark.parametrize("name", ZOO)
-def test_architectures(name: str, flash_attn: FlashAttention, folder: Path) -> None:
+def test_architectures(name: str, flash_attn: FlashAttention, fast: bool, folder: Path) -> None:
     path = make(name, folder / f"{name}.gguf")
     cuts = () if name in WHOLE else even_cuts(ZOO[name].n_layer, 2)
-    one_by_one = logits(path, [1] * sum(RUNS), flash_attn=flash_attn)
-    np.testing.assert_array_equal(logits(path, RUNS, cuts, threads=2, flash_attn=flash_attn), one_by_one)
+    one_by_one = logits(path, [1] * sum(RUNS), flash_attn=flash_attn, fast=fast)
+    np.testing.assert_array_equal(logits(path, RUNS, cuts, threads=2, flash_attn=flash_attn, fast=fast), one_by_one)
 
 
 @pytest.mark.parametrize("cells", get_args(KvType))

@@ -144,6 +144,8 @@ class _Request:
         context, default = self.context, ContextConfig()
         extras: list[str] = ["-c", str(n_ctx)] if n_ctx else []
         extras += ["--exact"] if context.exact else []
+        if context.fast_kernels is not None:
+            extras.append("--fast-kernels" if context.fast_kernels else "--no-fast-kernels")
         for field in ("n_batch", "n_ubatch", "flash_attn", "cache_type_k", "cache_type_v"):
             if getattr(context, field) != getattr(default, field):
                 extras += [spellings()[field].partition("/")[0], str(getattr(context, field))]
