@@ -116,7 +116,7 @@ class Stage:
         self._gathered: dict[int, RowLogits] = {}
         """Whole rows of the last run that the group assembled, by place in the batch."""
         self._native = native.Stage(
-            first=self.is_first, repack=model.repack, exact=context.exact, 
+            first=self.is_first, repack=model.repack, exact=context.exact,
             fast_kernels=context.uses_fast_kernels, touch_cells=warmup and model.numa is None,
         )  # fmt: skip
         try:

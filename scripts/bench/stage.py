@@ -1,6 +1,7 @@
 """Measures what `ggpipe` adds to libllama; run it as `scripts/bench/stage`.
 
-single  one rank against libllama driven directly (llama_cpp's low-level calls), default numerics; and --exact, with each kind of kernels
+single  one rank against libllama driven directly (llama_cpp's low-level calls), default numerics; and --exact, with
+        ggml's kernels and with ggpipe's own
 rows    runs of 1 to 128 rows, with ggpipe's own kernels and with ggml's, for several types of weights
 hops    two and three ranks under mpirun: the stages' decode times against the whole model's, and what a hop adds
 memory  a quarter of the layers: resident memory (smaps) mapped, bytes read (rchar) unmapped

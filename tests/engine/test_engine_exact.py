@@ -60,9 +60,7 @@ def loaded(
 ) -> Iterator[tuple[LoadedHead, Session]]:
     config = EngineConfig(
         model=ModelConfig(path=TARGET),
-        context=ContextConfig(
-            n_ctx=N_CTX, n_ubatch=64, n_seq=16, exact=True, fast_kernels=fast, flash_attn=flash_attn
-        ),
+        context=ContextConfig(n_ctx=N_CTX, n_ubatch=64, n_seq=16, exact=True, fast_kernels=fast, flash_attn=flash_attn),
         pipeline=PipelineConfig(threads=(1,)),
         drafts=(
             DraftConfig(
