@@ -54,13 +54,13 @@ class Case:
 
 
 SHORT = {
-    "greedy past 600": Case("long.txt", 560, GREEDY, 80),
-    "top-k 40": Case("tale.txt", None, TOP_40, 60),
-    "top-k 0 over 256": Case("long.txt", 230, TOP_ALL, 60),
+    "greedy past 600": Case("long.txt", 560, GREEDY, 50),
+    "top-k 40": Case("tale.txt", None, TOP_40, 40),
+    "top-k 0 over 256": Case("long.txt", 230, TOP_ALL, 40),
     "to the end of the text": Case("program.txt", None, SamplingConfig(temp=1, top_k=0, seed=1), 50),
-    "penalties": Case("program.txt", None, replace(TOP_40, repeat_penalty=1.2, presence_penalty=0.3), 60),
-    "greedy, penalties": Case("program.txt", None, replace(GREEDY, repeat_penalty=1.2, frequency_penalty=0.1), 60),
-    "raising penalties": Case("tale.txt", None, replace(TOP_40, repeat_penalty=0.9), 60),
+    "penalties": Case("program.txt", None, replace(TOP_40, repeat_penalty=1.2, presence_penalty=0.3), 40),
+    "greedy, penalties": Case("program.txt", None, replace(GREEDY, repeat_penalty=1.2, frequency_penalty=0.1), 40),
+    "raising penalties": Case("tale.txt", None, replace(TOP_40, repeat_penalty=0.9), 40),
 }
 LONG = {
     "greedy": Case("tale.txt", None, GREEDY, 570),

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("eager_drafts")
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 N_CTX = 768
-N_TOKENS = 70
+N_TOKENS = 44
 ITERATIVE = SpeculationConfig(mode="iterative")
 MODES = {
     "async": SpeculationConfig(),
