@@ -219,7 +219,6 @@ ggml_backend_t local_init(ggml_backend_dev_t d, const char *) {
     if (!stage->group) {  // its parts agree where they stop
         ((ggml_backend_set_abort_callback_t) cpu_function("ggml_backend_set_abort_callback"))(cpu, abort_check, stage);
     }
-    if (stage->exact) ((void (*)(ggml_backend_t, bool)) cpu_function("ggml_backend_cpu_set_use_ref"))(cpu, true);
     ggml_backend_i calls = {};
     calls.get_name = backend_name;
     calls.free = local_free;

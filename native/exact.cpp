@@ -12,6 +12,7 @@
 
 #include "compute.h"
 #include "fast.h"
+#include "stage.h"
 
 namespace ggpipe {
 
@@ -27,6 +28,16 @@ Cut cut_of(const ggml_tensor * node, bool fast) {
         case GGML_TYPE_BF16: return weight->ne[1] % 4 == 0 ? Cut::LastOutput : Cut::None;
         case GGML_TYPE_IQ4_NL: return weight->extra ? Cut::None : Cut::Rows;  // repacked ones have kernels of their own
         default: return Cut::None;
+    }
+}
+
+// Whether ggml computes this, in an order that depends on the number of rows but for its reference kernels.
+bool needs_reference(const ggml_tensor * node) {
+    switch (node->op) {
+        case GGML_OP_MUL_MAT:
+        case GGML_OP_MUL_MAT_ID: return !is_product(node);
+        case GGML_OP_FLASH_ATTN_EXT: return !can_attend(node);
+        default: return false;
     }
 }
 
@@ -66,14 +77,18 @@ ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder
     const int n_nodes = ggml_graph_n_nodes(graph);
     cell_order.begin_graph();
     size_t n_parts = 0;
+    bool by_reference = !fast;  // else RMS norms are computed together with their weights, with the same bits
     for (int i = 0; i < n_nodes; i++) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
         const Cut cut = cut_of(node, fast);
         n_parts += cut == Cut::LastOutput ? 2 : cut == Cut::Rows ? node->ne[1] : 0;
+        by_reference = by_reference || needs_reference(node);
         if (node->op == GGML_OP_SET_ROWS) cell_order.written(node);
         if (node->op == GGML_OP_FLASH_ATTN_EXT && cell_order.needed(node)) n_parts += 4;
         if (node->op == GGML_OP_SOFT_MAX && node->src[1]) cell_order.complete = false;  // masked: attention
     }
+    static const auto set_use_ref = (void (*)(ggml_backend_t, bool)) cpu_function("ggml_backend_cpu_set_use_ref");
+    set_use_ref(backend, by_reference);
     if (n_parts == 0) return compute(backend, graph);
     const size_t size = n_nodes + n_parts;
     ggml_context * ctx = ggml_init(
