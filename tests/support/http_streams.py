@@ -23,6 +23,8 @@ class Stream:
     text: str = ""
     pings_s: list[float] = field(default_factory=list)
     """When each came, as `time.monotonic`."""
+    events_s: list[float] = field(default_factory=list)
+    """When each event came, as `time.monotonic`."""
     is_whole: bool = False
     error: str = ""
 
@@ -50,6 +52,7 @@ def read_stream(
                     found.pings_s.append(time.monotonic())
                 elif line.startswith(b"data: {"):
                     event = json.loads(line[6:])
+                    found.events_s.append(time.monotonic())
                     if "error" in event:
                         found.error = str(event["error"])
                         continue

@@ -75,15 +75,17 @@ def play(
     has_waited = has_restarted and seconds > 4 * PING_S  # else the texts had ended already
     if has_waited and "restarting" not in states:
         problems.append(f"/health never said restarting, but {sorted(states)}")
-    silent_s = max((_longest_silence(stream, at) for stream in streams), default=0.0)
-    if has_waited and not any(stream.pings_s for stream in streams):
-        problems.append("no pings")
+    silent_s = max((_longest_gap(stream.pings_s, at) for stream in streams), default=0.0)
+    if has_restarted and not any(stream.pings_s for stream in streams):
+        waited_s = max((_longest_gap(stream.events_s, 0) for stream in streams), default=0.0)
+        if waited_s > 4 * PING_S:
+            problems.append(f"no pings in {waited_s:.1f} s")
     how = f"{'SIGSTOP' if stops else 'SIGKILL'} rank {rank} after {after:3} tokens: {seconds:4.1f} s, pings at most"
     return f"{how} {silent_s:.1f} s apart", problems
 
 
-def _longest_silence(stream: Stream, since: float) -> float:
-    times = [at for at in stream.pings_s if at > since]
+def _longest_gap(times: list[float], since: float) -> float:
+    times = [at for at in times if at > since]
     return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
 
