@@ -53,7 +53,7 @@ def _line(what: str, path: Steps, content: Any, kind: type, name: Callable[[Step
     if isinstance(wanted, inspect.LiteralType):
         return f"{name(path)} must be {' or '.join(map(str, wanted.values))}, got {shown(value)}"
     if not what.startswith("Expected "):  # raised by the record itself
-        return f"{name(path)}: {what}" if path else what
+        return f"{named}: {what}" if (named := name(path).strip()) else what
     return f"{name(path) or 'it'} must be {_described(wanted)}, got {shown(value)}"
 
 

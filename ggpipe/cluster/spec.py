@@ -16,7 +16,7 @@ TURNS = 1.06
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """A machine, described by its speeds or by a profile."""
+    """A machine, or a socket of one, described by its speeds or by a profile."""
 
     name: str
     cores: int
@@ -34,8 +34,15 @@ class NodeSpec:
     """Speed of a draft that shares busy cores with the target, relative to its speed alone; None: from Linux's
     scheduling weights."""
     profile: RankProfile | None = None
+    machine: str = ""
+    """Of a socket: the name of its machine. Empty: the node is a whole machine."""
     of_experts: bool = False
     """The profiled model has experts, so that its `weight_bytes` include weights that a row does not use."""
+
+    @property
+    def host(self) -> str:
+        """The name of the machine."""
+        return self.machine or self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,7 @@ class ClusterSpec:
     network: Link
     """The link between nodes."""
     local: Link
-    """The link between ranks of a node."""
+    """The link between ranks of a machine."""
     layer_split: LayerSplit | None = None
     """How the target's layers are divided; None: evenly."""
     draft_layer_splits: LayerSplits = ()
@@ -78,7 +85,9 @@ class ClusterSpec:
         return () if self.draft is None else (self.draft,)
 
     def sums_between(self, a: int, b: int) -> SumTimes:
-        """Times of sums between a rank of node `a` and a rank of node `b`, which may be the same node."""
+        """Times of sums between a rank of node `a` and a rank of node `b`, which may be the same node or machine."""
         if (measured := self.sums.get((min(a, b), max(a, b)))) is not None:
             return measured
-        return self.local_sums if a == b else self.network_sums or SumTimes.of_link(self.network, self.network_skew)
+        if self.nodes[a].host == self.nodes[b].host:
+            return self.local_sums
+        return self.network_sums or SumTimes.of_link(self.network, self.network_skew)

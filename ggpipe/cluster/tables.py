@@ -32,11 +32,13 @@
     [[node]]
     name = "server"
     count = 2                                # server1, server2; default 1
+    cpu = "Xeon Gold 6226R"                  # gives cores and speeds that are not given here; see cluster/processors.py
     cores = 16
     memory_gb = 64
     memory_gb_per_s = 90                     # read by all cores together
-    core_gb_per_s = 12                       # read by one core; default: memory_gb_per_s
-    core_gflops = 60                         # of one core, in matrix products of the weights' type
+    core_gb_per_s = 12                       # read by one core; default: as the cpu's, or memory_gb_per_s
+    core_gflops = 60                         # of one core, in matrix products of the weights' type; default: as the
+                                             # cpu's, or 60
     crowd = 0.9                              # speed of a core while all others are busy, relative to its speed alone;
                                              # default: from sharing memory_gb_per_s
     turns = 1.06                             # time to decode one row after another rank of the node computed,
@@ -52,6 +54,10 @@ A mixture of experts has further keys in [target] or [draft]:
     expert_gb = 137.3                        # size of all routed experts
     dense_layers = 3                         # number of initial layers without experts; default 0
 
+A node with `sockets = 2` is a machine of two sockets. Each has half of its cores, memory and memory_gb_per_s, and the
+link between them is [local]. They are called server/1 and server/2 (server1/1 and so on with a count), and `server` in
+target_on or draft_on means a rank on each. `cpu` is the processor of one socket.
+
 Instead of speeds, a node may name a profile from `ggpipe profile`: `profile = "server.json"`, relative to the cluster
 file, and `profile_rank = 0`. Cores, memory, `crowd`, `turns`, [network], [local] and [overheads] come from the profile
 unless the cluster file gives them.
@@ -59,6 +65,7 @@ unless the cluster file gives them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Annotated, Any
 
@@ -66,7 +73,8 @@ from msgspec import Meta, Struct, defstruct
 
 from ggpipe.cluster.links import Link, Overheads, Skew, SumTimes
 from ggpipe.cluster.model_shape import Experts, ModelShape, even_shape
-from ggpipe.cluster.spec import TURNS
+from ggpipe.cluster.processors import USUAL_CORE_GFLOPS, processor
+from ggpipe.cluster.spec import TURNS, NodeSpec
 from ggpipe.config.layer_split import MAX_PARTS
 
 MOST_NODES = 1024
@@ -80,6 +88,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 Turns = Annotated[float, Meta(ge=1, le=10)]
 Nodes = Annotated[int, Meta(ge=1, le=MOST_NODES)]
 CoreCount = Annotated[int, Meta(ge=1, le=4096)]
+Sockets = Annotated[int, Meta(ge=1, le=8)]
 ExpertCount = Annotated[int, Meta(ge=1, le=65536)]
 LayerCount = Annotated[int, Meta(ge=1, le=4096)]
 Microseconds = Annotated[float, Meta(ge=0, le=1e15)]
@@ -174,13 +183,50 @@ class NodeTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     name: NonEmptyText | None = None
     count: Nodes = 1
-    cores: CoreCount
+    cpu: NonEmptyText | None = None
+    sockets: Sockets = 1
+    cores: CoreCount | None = None
     memory_gb: PositiveNumber
-    memory_gb_per_s: PositiveNumber
+    memory_gb_per_s: PositiveNumber | None = None
     core_gb_per_s: PositiveNumber | None = None
-    core_gflops: PositiveNumber
+    core_gflops: PositiveNumber | None = None
     crowd: Share | None = None
     turns: Turns = TURNS
+
+    def __post_init__(self) -> None:
+        if self.cpu is not None:
+            try:
+                processor(self.cpu)
+            except ValueError as e:
+                raise ValueError(f"cpu {e}") from e
+            return
+        given = {"cores": self.cores, "memory_gb_per_s": self.memory_gb_per_s}
+        if missing := [key for key, value in given.items() if value is None]:
+            raise ValueError(
+                f'{" and ".join(missing)} missing: give a value, or the processor, as in cpu = "EPYC 7763"'
+            )
+        if self.cores is not None and self.cores % self.sockets:
+            raise ValueError(f"cores must be a multiple of sockets ({self.sockets}), got {self.cores}")
+
+    def sockets_named(self, name: str) -> Iterator[NodeSpec]:
+        """Each of the machine's sockets; the machine itself if it has only one."""
+        own = None if self.cpu is None else processor(self.cpu)
+        cores = self.cores // self.sockets if self.cores else own.cores if own else 0
+        gb_per_s = self.memory_gb_per_s / self.sockets if self.memory_gb_per_s else own.gb_per_s if own else 0.0
+        core_gb_per_s = self.core_gb_per_s or (own.core_gb_per_s if own else gb_per_s)
+        core_gflops = self.core_gflops or (own.core_gflops if own else USUAL_CORE_GFLOPS)
+        for number in range(1, self.sockets + 1):
+            yield NodeSpec(
+                name=name if self.sockets == 1 else f"{name}/{number}",
+                machine="" if self.sockets == 1 else name,
+                cores=cores,
+                memory_bytes=self.memory_gb * 1e9 / self.sockets,
+                bytes_per_s=gb_per_s * 1e9,
+                core_bytes_per_s=core_gb_per_s * 1e9,
+                core_flop_per_s=core_gflops * 1e9,
+                crowd=self.crowd,
+                turns=self.turns,
+            )
 
 
 class ProfiledNodeTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

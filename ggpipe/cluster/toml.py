@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,9 +76,12 @@ class _Machine:
 
 def _cluster(file: ClusterFile, path: Path) -> ClusterSpec:
     machines = _machines(file, path)
-    numbers = {machine.node.name: i for i, machine in enumerate(machines)}
+    numbers: dict[str, tuple[int, ...]] = {}
+    for i, machine in enumerate(machines):
+        for name in dict.fromkeys((machine.node.host, machine.node.name)):
+            numbers[name] = (*numbers.get(name, ()), i)
     draft_on = _numbers_of("draft_on", file.draft_on, numbers)
-    others = [name for name, i in numbers.items() if i not in draft_on]
+    others = [machine.node.name for i, machine in enumerate(machines) if i not in draft_on]
     target_on = _numbers_of("target_on", others if file.target_on is None else file.target_on, numbers)
     if not target_on:
         raise ValueError("target_on names no node: give one per rank with layers, the head first")
@@ -90,7 +94,8 @@ def _cluster(file: ClusterFile, path: Path) -> ClusterSpec:
     links: Mapping[tuple[int, int], Link] = {}
     if file.network is None:
         links = measured_links([machines[i].measured for i in target_on + draft_on])
-        network = usual_link(profiles, False) or (local if len(machines) == 1 else None)
+        is_one = len({machine.node.host for machine in machines}) == 1
+        network = usual_link(profiles, False) or (local if is_one else None)
         if network is None:
             raise ValueError("[network] is missing: give latency_us and gbit_per_s of the links between nodes")
     else:
@@ -132,6 +137,7 @@ def _machines(file: ClusterFile, path: Path) -> list[_Machine]:
         raise ValueError("[[node]] is missing: describe at least one machine")
     profiles: dict[Path, Profile] = {}
     machines: list[_Machine] = []
+    all_names: list[str] = []
     for number, table in enumerate(file.node, 1):
 
         def name_of(steps: Steps, number: int = number) -> str:
@@ -140,8 +146,10 @@ def _machines(file: ClusterFile, path: Path) -> list[_Machine]:
         is_profiled = "profile" in table
         node = decode(table, ProfiledNodeTable, name_of) if is_profiled else decode(table, NodeTable, name_of)
         name = node.name or f"node{number}"
+        names = [f"{name}{i}" for i in range(1, node.count + 1)] if node.count > 1 else [name]
+        all_names += names
         if isinstance(node, NodeTable):
-            machine = _Machine(_described(node, name))
+            machines += [_Machine(socket) for own in names for socket in node.sockets_named(own)]
         else:
             file_path = path.parent / node.profile
             if file_path not in profiles:
@@ -149,30 +157,13 @@ def _machines(file: ClusterFile, path: Path) -> list[_Machine]:
             profile, rank = profiles[file_path], node.profile_rank
             if rank >= (n_ranks := len(profile.ranks)):
                 raise ValueError(f"{name_of(['profile_rank'])} is {rank}, and {file_path} has ranks 0 to {n_ranks - 1}")
-            machine = _Machine(_profiled(node, profile, name), (profile, rank))
-        for i in range(1, node.count + 1):
-            own = replace(machine.node, name=f"{name}{i}" if node.count > 1 else name)
-            machines.append(replace(machine, node=own))
-    names = [machine.node.name for machine in machines]
-    if len(names) > MOST_NODES:
-        raise ValueError(f"[[node]] describes {len(names)} machines, but at most {MOST_NODES} are supported")
-    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            machines += [_Machine(_profiled(node, profile, own), (profile, rank)) for own in names]
+    if len(machines) > MOST_NODES:
+        raise ValueError(f"[[node]] describes {len(machines)} machines, but at most {MOST_NODES} are supported")
+    all_names += [machine.node.name for machine in machines if machine.node.machine]
+    if twice := [name for i, name in enumerate(all_names) if name in all_names[:i]]:
         raise ValueError(f"[[node]] names {twice[0]} twice: give each machine a name of its own")
     return machines
-
-
-def _described(node: NodeTable, name: str) -> NodeSpec:
-    core_gb_per_s = node.core_gb_per_s or node.memory_gb_per_s
-    return NodeSpec(
-        name=name,
-        cores=node.cores,
-        memory_bytes=node.memory_gb * 1e9,
-        bytes_per_s=node.memory_gb_per_s * 1e9,
-        core_bytes_per_s=core_gb_per_s * 1e9,
-        core_flop_per_s=node.core_gflops * 1e9,
-        crowd=node.crowd,
-        turns=node.turns,
-    )
 
 
 def _profiled(node: ProfiledNodeTable, profile: Profile, name: str) -> NodeSpec:
@@ -195,11 +186,12 @@ def _overheads(file: ClusterFile, overheads: Overheads) -> Overheads:
     return replace(overheads, **given)
 
 
-def _numbers_of(key: str, names: Sequence[str], numbers: Mapping[str, int]) -> tuple[int, ...]:
+def _numbers_of(key: str, names: Sequence[str], numbers: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The nodes of these names, of which that of a machine with several sockets means all of them."""
     for name in names:
         if name not in numbers:
             raise ValueError(f"{key} names {name!r}, but the nodes are {', '.join(numbers)}")
-    return tuple(numbers[name] for name in names)
+    return tuple(itertools.chain.from_iterable(numbers[name] for name in names))
 
 
 def _layer_splits(file: ClusterFile, n_target: int, n_draft: int) -> LayerSplits:

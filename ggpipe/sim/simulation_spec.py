@@ -232,9 +232,9 @@ class SimulationSpec:
         names = [name for name in ("latency-us", "gbit") if name in values]
         if not names:
             return self.cluster
-        node_of = self.placement.node_of
-        if len(set(node_of)) < 2:
-            raise UsageError(f"{names[0]} is that of the network between nodes, and all ranks are on one node")
+        hosts = [self.cluster.nodes[node].host for node in self.placement.node_of]
+        if len(set(hosts)) < 2:
+            raise UsageError(f"{names[0]} is that of the network between machines, and all ranks are on one machine")
         if values.get("gbit", 1) <= 0:
             raise UsageError(f"gbit must be above 0, got {values['gbit']:g}")
         if values.get("latency-us", 0) < 0:
@@ -244,9 +244,7 @@ class SimulationSpec:
             latency_s = values["latency-us"] / 1e6 if "latency-us" in values else link.latency_s
             return Link(latency_s, values["gbit"] * 1e9 / 8 if "gbit" in values else link.bytes_per_s)
 
-        links = {
-            (a, b): other(link) if node_of[a] != node_of[b] else link for (a, b), link in self.cluster.links.items()
-        }
+        links = {(a, b): other(link) if hosts[a] != hosts[b] else link for (a, b), link in self.cluster.links.items()}
         network, sums = other(self.cluster.network), self.cluster.network_sums
         if sums is not None:
             latency_s = network.latency_s if "latency-us" in values else sums.seconds(0)

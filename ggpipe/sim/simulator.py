@@ -158,7 +158,7 @@ class _Simulation:
         self._process = processes[HEAD]
         n_drafters = max(len(_drafters(cluster, speculation)), 1)
         layouts = [pipeline.layout for pipeline in (cluster.target, *cluster.drafts)]
-        shares_machine = share_machines(layouts, cluster.node_of)
+        shares_machine = share_machines(layouts, [cluster.host(rank) for rank in range(len(cluster.node_of))])
         limits = _limits(sizes, cluster.target, speculation, n_drafters, shares_machine)
         drafters = _drafters(cluster, speculation) if speculation.mode != "iterative" else ()
         kinds = registry.kinds(_models(cluster))

@@ -29,16 +29,23 @@ _MOST_FIXED = 0.25  # of a draft's run, as in `stage_timing.intercept_s`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualNode:
-    """A machine."""
+    """A machine, or a socket of one."""
 
     name: str
     cores: int
+    machine: str = ""
+    """Of a socket: the name of its machine."""
     crowd: float = 1.0
     """Speed of a core while all others of its node are busy, as a share of its speed alone."""
     turns: float = 1.0
     """Time of a decode after another rank of the node computed, relative to decodes in a row."""
     nice_weight: float = NICE_WEIGHT
     """Share of a core of a stage at nice 10, relative to an ordinary thread's."""
+
+    @property
+    def host(self) -> str:
+        """The name of the machine."""
+        return self.machine or self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +99,18 @@ class VirtualCluster:
     network: Link
     """The link between nodes."""
     local: Link
-    """The link between ranks of a node."""
+    """The link between ranks of a machine."""
     overheads: Overheads = field(default_factory=Overheads)
 
     def link(self, source: int, target: int) -> Link:
         """The link from rank to rank."""
         if (link := self.links.get((source, target))) is not None:
             return link
-        return self.local if self.node_of[source] == self.node_of[target] else self.network
+        return self.local if self.host(source) == self.host(target) else self.network
+
+    def host(self, rank: int) -> str:
+        """The name of a rank's machine. A machine with several sockets has several nodes."""
+        return self.nodes[self.node_of[rank]].host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +373,14 @@ def _rise(draft: Sequence[Point], target: Sequence[Point]) -> Iterator[Point]:
 def _node(spec: ClusterSpec, placement: VirtualPlacement, number: int) -> VirtualNode:
     node, crowd = spec.nodes[number], _crowd(spec, placement, number)
     nice_weight = NICE_WEIGHT if node.guest is None else weight_of(node.guest, node.cores, crowd)
-    return VirtualNode(name=node.name, cores=node.cores, crowd=crowd, turns=node.turns, nice_weight=nice_weight)
+    return VirtualNode(
+        name=node.name,
+        cores=node.cores,
+        machine=node.machine,
+        crowd=crowd,
+        turns=node.turns,
+        nice_weight=nice_weight,
+    )
 
 
 def _crowd(spec: ClusterSpec, placement: VirtualPlacement, number: int) -> float:

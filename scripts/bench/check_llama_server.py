@@ -116,13 +116,14 @@ def prepared(folder: Path, server: list[str]) -> Path:
     return tests
 
 
-def outcomes(tests: Path, names: Iterable[str], port: int) -> Iterator[tuple[str, str]]:
-    """Each test, with `passed`, `skipped`, or the line that says why it failed."""
+def outcomes(tests: Path, names: Iterable[str], port: int, only: str) -> Iterator[tuple[str, str]]:
+    """Each test, with `passed`, `skipped`, or the line that says why it failed. `only`: for pytest's -k; empty: all."""
     environment = {**os.environ, "LLAMA_SERVER_BIN_PATH": str(tests / "server"), "PORT": str(port)}
     for name in names:
         report = tests / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120", "-m", "not slow"]
         command += ["-c", "pytest.ini", f"--junitxml={report}", f"unit/test_{name}.py"]
+        command += ["-k", only] if only else []
         subprocess.run(command, cwd=tests, env=environment, stdout=subprocess.DEVNULL, check=False)
         for case in ElementTree.parse(report).iter("testcase"):
             worst = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
@@ -144,6 +145,7 @@ def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="names of test files, such as completion (default: all that apply)")
+    parser.add_argument("-k", dest="only", default="", help="run only the tests that match, as pytest's -k does")
     parser.add_argument("--server", help="the command of another server, such as a llama-server to compare with")
     parser.add_argument("--port", type=int, default=8080, help="port of the servers (default 8080)")
     arguments = parser.parse_args()
@@ -156,7 +158,7 @@ def main() -> int:
         tests = prepared(Path(folder), server)
         files = sorted(path.stem.removeprefix("test_") for path in tests.glob("unit/test_*.py"))
         names = arguments.names or [name for name in files if name not in LEFT_OUT]
-        for test, outcome in outcomes(tests, names, arguments.port):
+        for test, outcome in outcomes(tests, names, arguments.port, arguments.only):
             if outcome == "skipped":
                 continue
             name, _, case = test.partition("::")

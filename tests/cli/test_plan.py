@@ -258,6 +258,13 @@ def test_other_orders_get_hostfiles_of_their_own(
     assert shlex.split(line)[-3:] == [str(tmp_path / name), "-f", "prompt.txt"]
 
 
+def test_sockets_are_slots_of_their_machine() -> None:
+    spec, plan = planned("abc", 3)
+    spec = replace(spec, nodes=(*(replace(node, machine="m") for node in spec.nodes[:2]), spec.nodes[2]))
+    command = GenerateCommand(model=Path("m.gguf"), drafters=[], extras=[], hosts=(), hostfile=None)
+    assert command_line(spec, plan, command)[2] == ["m slots=2", "c slots=1"]
+
+
 # auto
 
 TEXT = (*PAIR, "-f", "prompts/tale.txt", "-n", 24, "--temp", 0, "-t", 1, "--exact")

@@ -308,7 +308,7 @@ def test_plots_of_sweeps(simulate, sweeps: tuple[str, ...], tmp_path: Path) -> N
         (("office", "--sweep", "draft=1", "--sweep", "draft=2"), "draft=… is given twice"),
         (("office", "--sweep", "pa=0.5..2"), "-pa/--p-accept must be a probability from 0 to 1"),
         (("office", "--sweep", "draft=1..2", "--mode", "iterative"), "makes no difference without draft tokens"),
-        (("two-cores", "--sweep", "gbit=1..2"), "gbit is that of the network between nodes"),
+        (("two-cores", "--sweep", "gbit=1..2"), "gbit is that of the network between machines"),
         (("office", "--sweep", "draft=1", "--trace", "/tmp/x.json"), "--trace needs a single simulation"),
         (("office", "--plot", "/tmp/x.txt"), "cannot draw /tmp/x.txt"),
         (("office", "--csv", "/nowhere/x.csv"), "no directory /nowhere"),

@@ -153,7 +153,7 @@ def test_changes_that_are_refused(values: dict[str, float], words: str) -> None:
 
 
 def test_changes_that_do_not_fit_a_cluster_or_a_recording() -> None:
-    with pytest.raises(UsageError, match="gbit is that of the network between nodes"):
+    with pytest.raises(UsageError, match="gbit is that of the network between machines"):
         setup("two-cores").changed({"gbit": 1})
     recorded = replace(setup(), tokens=read(BUNDLED))
     with pytest.raises(UsageError, match="a recording has its own acceptance"):

@@ -303,8 +303,8 @@ def stages_text(placement: VirtualPlacement) -> str:
 
 def _link_text(spec: ClusterSpec, plan: Plan) -> str:
     """The slowest link between the target's ranks."""
-    nodes = plan.placement.target_on
-    if len(set(nodes)) == 1:
+    nodes = [spec.nodes[node] for node in plan.placement.target_on]
+    if len({node.host for node in nodes}) == 1:
         return "on one machine"
     ranks = [place.rank for place in plan.places[: len(nodes)]]
     pairs = [(a, b) for a, b in itertools.permutations(ranks, 2) if a is not None and b is not None]
@@ -340,9 +340,9 @@ def _speculation_flags(prediction: Prediction, with_mode: bool = True) -> list[s
 def _hosts(spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> tuple[Path | None, list[str]]:
     """The hostfile, if one is needed, and its lines, if it is a new one."""
     if command.hostfile is None:
-        if len(spec.nodes) == 1:
+        if len({node.host for node in spec.nodes}) == 1:
             return None, []
-        return _HOSTS, hostfile_lines([rank.node for rank in plan.ranks])
+        return _HOSTS, hostfile_lines([spec.nodes[place.node].host for place in plan.places])
     named = {spec.target_on[i]: host for i, host in enumerate(command.hosts)}
     hosts = [named[place.node] if place.rank is None else command.hosts[place.rank] for place in plan.places]
     if hosts == list(command.hosts[: len(hosts)]):
