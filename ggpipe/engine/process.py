@@ -203,7 +203,8 @@ def connect(config: EngineConfig) -> Transport:
 
     transport = MpiTransport()
     signal.alarm(0)
-    if (cpus := own_socket(config, transport, os.sched_getaffinity(0))) is not None:
+    allowed = os.sched_getaffinity(0)
+    if (cpus := own_socket(config, transport, allowed) or own_cores(config, transport, allowed)) is not None:
         sockets.bind(cpus)
     transport.share_cores(os.sched_getaffinity(0))
     return transport
@@ -225,3 +226,26 @@ def own_socket(config: EngineConfig, transport: Transport, allowed: Collection[i
     if transport.rank not in mates:
         return None
     return sockets.cpus_of(mates.index(transport.rank), len(mates), allowed, sockets.SYSFS)
+
+
+def own_cores(config: EngineConfig, transport: Transport, allowed: Collection[int]) -> frozenset[int] | None:
+    """The CPUs that this rank should keep to where the ranks of its machine have more threads than it has cores, see
+    `sockets.cores_of`; None: all of `allowed`, the CPUs that it may run on.
+
+    Ranks of draft models are not bound: they take what the target's leave. Without draft models, few stages compute at
+    the same time.
+    """
+    split = config.pipeline.layer_split
+    if config.model.numa is not None or config.pipeline.auto or (split is not None and split.shares[0] == 0):
+        return None
+    here = [rank for rank, host in enumerate(transport.hosts) if host == transport.host]
+    n_each = max(len(sockets.cores(allowed, sockets.SYSFS)) // len(here), 1)
+    threads = {rank: max(config.pipeline.threads_of(rank, n_each)) for rank in here}
+    n_target = transport.size - config.n_draft_ranks
+    mates = [rank for rank in here if rank < n_target]
+    n_others = sum(threads[rank] for rank in here if rank >= n_target)
+    if transport.rank not in mates:
+        return None
+    return sockets.cores_of(
+        mates.index(transport.rank), [threads[rank] for rank in mates], n_others, allowed, sockets.SYSFS
+    )

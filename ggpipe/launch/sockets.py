@@ -1,8 +1,11 @@
-"""The sockets of this machine, and which rank runs on which.
+"""The sockets and cores of this machine, and which rank runs on which.
 
 A rank binds its threads to its socket itself, so all MPIs and mpiruns behave the same. Linux places memory close to the
 thread that touches it first, so everything that a rank allocates after it was bound is in its socket's memory, as long
 as there is room.
+
+Where ranks have more threads than there are cores, Linux often lets two stages take turns on one core while the draft
+has the other. Stages that are bound to cores of their own compute at the same time.
 """
 
 from __future__ import annotations
@@ -52,6 +55,36 @@ def cpus_of(number: int, n_ranks: int, allowed: Collection[int], sysfs: Path) ->
     if n_sockets == 1 or not 0 <= number < n_ranks or n_ranks % n_sockets:
         return None
     return sockets(sysfs)[number * n_sockets // n_ranks]
+
+
+def cores(allowed: Collection[int], sysfs: Path) -> tuple[Cpus, ...]:
+    """The CPUs of each physical core that this process may run on, ordered by their first CPU."""
+    found = set()
+    for cpu in allowed:
+        try:
+            text = (sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+            found.add(_numbers(text) & frozenset(allowed))
+        except (OSError, ValueError):
+            found.add(frozenset((cpu,)))
+    return tuple(sorted(found, key=min))
+
+
+def cores_of(number: int, threads: Sequence[int], n_others: int, allowed: Collection[int], sysfs: Path) -> Cpus | None:
+    """The CPUs of the cores for one of the ranks of this machine that have `threads`, counted from 0; None: do not bind
+    it.
+
+    As many cores for each as it has threads, if there are enough for all, but too few for the `n_others` threads of
+    further ranks as well. No rank is bound if its launcher or the user has already bound it.
+    """
+    try:
+        online = _numbers((sysfs / "devices/system/cpu/online").read_text())
+    except (OSError, ValueError):
+        return None
+    own = cores(allowed, sysfs)
+    if not online <= set(allowed) or not sum(threads) <= len(own) < sum(threads) + n_others:
+        return None
+    first = sum(threads[:number])
+    return frozenset().union(*own[first : first + threads[number]])
 
 
 def bind(cpus: Cpus) -> None:

@@ -17,9 +17,9 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
-from ggpipe.engine.process import own_socket
+from ggpipe.engine.process import own_cores, own_socket
 from ggpipe.launch import sockets
-from ggpipe.launch.sockets import cpus_of, free_sockets, sharing
+from ggpipe.launch.sockets import cores_of, cpus_of, free_sockets, sharing
 from ggpipe.transport.local import LocalWorld
 
 FIRST, SECOND = frozenset((0, 1, 2, 3, 8, 9, 10, 11)), frozenset((4, 5, 6, 7, 12, 13, 14, 15))
@@ -85,6 +85,43 @@ def test_draft_ranks_are_not_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert places(auto, 2) == [FIRST, SECOND]
     assert places(replace(auto, drafts=()), 3) == [None] * 3
     assert places(replace(config, model=replace(model, numa="distribute")), 2) == [None, None]
+
+
+def cores_of_machine(folder: Path, siblings: Sequence[str]) -> Path:
+    """A machine whose CPUs have these hardware threads of one core."""
+    system = folder / "devices/system/cpu"
+    for cpu, text in enumerate(siblings):
+        (system / f"cpu{cpu}/topology").mkdir(parents=True)
+        (system / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{text}\n")
+    (system / "online").write_text(f"0-{len(siblings) - 1}\n")
+    return folder
+
+
+def test_stages_have_cores_of_their_own_where_drafts_want_them_too(tmp_path: Path) -> None:
+    root = cores_of_machine(tmp_path / "sys", ["0,4", "1,5", "2,6", "3,7"] * 2)
+    cpus, halves = range(8), [frozenset((0, 1, 4, 5)), frozenset((2, 3, 6, 7))]
+    assert [cores_of(i, [2, 2], 1, cpus, root) for i in range(2)] == halves
+    assert [cores_of(i, [1, 3], 1, cpus, root) for i in range(2)] == [frozenset((0, 4)), frozenset(cpus) - {0, 4}]
+    for threads, n_others in (([2, 1], 1), ([2, 3], 1), ([2, 2], 0)):  # there is room, too little for stages, no draft
+        assert [cores_of(i, threads, n_others, cpus, root) for i in range(2)] == [None, None]
+    assert cores_of(0, [2, 2], 1, range(7), root) is None, "bound already"
+    assert cores_of(0, [1, 1], 1, range(2), tmp_path / "missing") is None
+
+
+def test_ranks_of_two_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "SYSFS", cores_of_machine(tmp_path / "sys", ["0", "1"]))
+    model = ModelConfig(path=TARGET)
+    drafts = (DraftConfig(model=model, layer_split=LayerSplit((1.0,))),)
+    config = EngineConfig(model, pipeline=PipelineConfig(layer_split=LayerSplit((0.5, 0.5))), drafts=drafts)
+
+    def places(config: EngineConfig, n: int) -> list[frozenset[int] | None]:
+        return [own_cores(config, transport, range(2)) for transport in LocalWorld(n).transports]
+
+    assert places(config, 3) == [frozenset((0,)), frozenset((1,)), None]
+    only_coordinates = replace(config.pipeline, layer_split=LayerSplit((0, 0.5, 0.5)))
+    assert places(replace(config, pipeline=only_coordinates), 4) == [None] * 4
+    assert places(replace(config, drafts=()), 2) == [None] * 2
+    assert places(replace(config, model=replace(model, numa="distribute")), 3) == [None] * 3
 
 
 BOUND = """

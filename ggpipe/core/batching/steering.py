@@ -103,6 +103,7 @@ class Steering:
             return
         most = min(state.request.speculation.most_drafted, pipeline.limits.n_rows - 1)
         expected, pace = pipeline.expected_tokens, known.leading.pace
+        was_in_turn = pipeline.turns.in_turn
         pipeline.turns.accepted(
             pipeline.ahead_cost,
             pipeline.turn_cost,
@@ -113,6 +114,8 @@ class Steering:
             expected=expected,
             seconds=seconds,
         )
+        if pipeline.turns.in_turn != was_in_turn:
+            pace.change_way()
 
     def _tell(self, state: RequestState, drafter: int, message: DrafterMessage, messages: list[ToDrafter]) -> None:
         if (text_drafter := self._text_drafters.get(drafter)) is None:

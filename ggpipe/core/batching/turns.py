@@ -4,8 +4,9 @@ Ahead, which is usual, draft tokens go in while earlier ones are verified: the p
 works. Ranks that share a machine slow each other down that way. In turn, a root waits for its draft tokens and is
 verified with them, and nothing else is computed meanwhile. Where rows cost little, that can be faster.
 
-Runs take less time in turn, so each way has run costs of its own (`PipelineState`). The expected time of a token
-follows from these, the drafter's pace and its agreement. How much longer tokens really take is learned for each way.
+Runs and draft tokens take less time in turn, so each way has run costs (`PipelineState`) and a pace (`Pace`) of its
+own. The expected time of a token follows from these and the drafter's agreement. How much longer tokens really take is
+learned for each way.
 Run costs and what is learned are kept for later requests. Until enough is known about a way, it is assumed to be as
 fast as if ranks did not slow each other down, so it gets tried. What is known about the way that is not in use is
 slowly forgotten, so it is tried again now and then. In turn, the expected number of accepted tokens counts, by the
@@ -136,8 +137,9 @@ class Turns:
             return  # it has not drafted yet
         if not in_turn.is_known:
             in_turn = ahead
-        ahead_s = ahead_token_s(ahead, calibration, pace, most)
-        turn = usual_turn(in_turn, calibration, pace, most)
+        ahead_pace, turn_pace = (pace.of_other_way, pace) if self.in_turn else (pace, pace.of_other_way)
+        ahead_s = ahead_token_s(ahead, calibration, ahead_pace, most)
+        turn = usual_turn(in_turn, calibration, turn_pace, most)
         self._n_since += n
         if self._n_since > n:  # else they still come from runs of the other way
             used, other = (self._turns, self._ahead) if self.in_turn else (self._ahead, self._turns)
@@ -147,11 +149,11 @@ class Turns:
             return
         if self.in_turn:
             turn_s = self._turns.token_s(turn.token_s)
-            ahead_s = self._ahead.token_s(ahead_s, ahead_token_s(in_turn, calibration, pace, most))
+            ahead_s = self._ahead.token_s(ahead_s, ahead_token_s(in_turn, calibration, turn_pace, most))
             changes = not turn.n or ahead_s < turn_s * _CLEARLY_LESS
         else:
             ahead_s = self._ahead.token_s(ahead_s)
-            assumed_s = usual_turn(ahead, calibration, pace, most).token_s * _SLOW_DOWN
+            assumed_s = usual_turn(ahead, calibration, ahead_pace, most).token_s * _SLOW_DOWN
             changes = turn.n > 0 and self._turns.token_s(turn.token_s, assumed_s) < ahead_s * _CLEARLY_LESS
         if changes:
             self.in_turn, self._n_since = not self.in_turn, 0

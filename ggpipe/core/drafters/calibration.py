@@ -7,6 +7,7 @@ from bisect import bisect_right
 
 _JUDGE = 0.05  # weight of the latest draft token
 _PACE = 0.2  # weight of the latest time
+_USUAL = round(1 / _PACE)
 _ONCE, _LEAST_AGREEMENT = 1 / 500, 0.01
 _TIMED = 4  # draft tokens below a fresh root that show the drafter's pace; later ones may wait for the head
 _BORDERS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97, 0.99)  # of the bins: a drafter's probabilities, about evenly in log-odds
@@ -74,7 +75,11 @@ class Calibration:
 
 
 class Pace:
-    """How long a drafter takes to send draft tokens below a root that it had not drafted."""
+    """How long a drafter takes to send draft tokens below a root that it had not drafted.
+
+    Ahead of the target, it shares a machine with runs; in turn with it, it has the machine for itself. So each way has
+    a pace of its own (see `batching/turns.py`).
+    """
 
     def __init__(self) -> None:
         self.first_s: float | None = None
@@ -84,6 +89,24 @@ class Pace:
         self._since: float | None = None
         """When the root was sent, or the latest draft tokens below it came; None: not measured now."""
         self._n_below = 0
+        self._other: Pace | None = None
+        self._n_first = self._n_next = _USUAL
+        """Times that were noted since the way was changed to one that was not known; only the latest of many count."""
+
+    @property
+    def of_other_way(self) -> Pace:
+        """The pace of the way that is not in use; as long as it is not known, that of the other."""
+        return self._other or self
+
+    def change_way(self) -> None:
+        """From now on, it drafts the other way."""
+        before = Pace()
+        before.first_s, before.next_s = self.first_s, self.next_s
+        if self._other is None:
+            self._n_first = self._n_next = 0
+        else:
+            self.first_s, self.next_s = self._other.first_s, self._other.next_s
+        self._other, self._since = before, None
 
     def root_sent(self, fresh: bool, now: float) -> None:
         """The drafter is sent a new root; `fresh`: it had not drafted it."""
@@ -99,9 +122,9 @@ class Pace:
 
     def noted(self, first: bool, seconds: float) -> None:
         """Note the time to the first draft token, or from one draft token to the next."""
-        known = self.first_s if first else self.next_s
-        known = seconds if known is None else known + _PACE * (seconds - known)
+        known, n = (self.first_s, self._n_first) if first else (self.next_s, self._n_next)
+        known = seconds if known is None else known + max(_PACE, 1 / (n + 1)) * (seconds - known)
         if first:
-            self.first_s = known
+            self.first_s, self._n_first = known, n + 1
         else:
-            self.next_s = known
+            self.next_s, self._n_next = known, n + 1
