@@ -333,21 +333,28 @@ class Tree:
 
     def validate(self) -> frozenset[int]:
         """Check what must hold of an open tree; returns its ids. Raises AssertionError."""
-        nodes, n_submitted = list(self.root.below()), 0
-        for node in (self.root, *nodes):
+        nodes, waiting, n_submitted = [self.root], set[Node](), 0
+        for node in nodes:  # tests do this after each event: properties of nodes are spelt out
             assert not node.dead, f"{node.token} at {node.pos} is dead and in the tree"
+            assert bool(node.seqs) == (submitted := node.run >= 0)
+            pos, most = node.pos + 1, node.log_path + 1e-9
             for token, child in node.children.items():
-                assert (child.token, child.pos, child.parent) == (token, node.pos + 1, node)
-                assert child.seqs <= node.seqs or not child.submitted, f"{child.seqs} are no ids of the parent"
-                assert node.submitted or not child.submitted, "a child is submitted before its parent"
+                assert child.token == token
+                assert child.pos == pos
+                assert child.parent is node
                 assert child.proposals, "a draft token that nobody named"
-                assert child.log_path <= node.log_path + 1e-9
-            assert bool(node.seqs) == node.submitted
-            n_submitted += node is not self.root and node.submitted
-        assert (len(nodes), n_submitted) == (self.n_nodes, self.n_submitted)
+                assert child.log_path <= most
+                if child.run < 0:
+                    waiting.add(child)
+                    continue
+                n_submitted += 1
+                assert submitted, "a child is submitted before its parent"
+                assert child.seqs <= node.seqs, f"{child.seqs} are no ids of the parent"
+            nodes += node.children.values()
+        assert (len(nodes) - 1, n_submitted) == (self.n_nodes, self.n_submitted)
         places = {node: n for n, node in enumerate(self._waiting)}
         assert len(places) == len(self._waiting), "a draft token waits twice"
-        assert places.keys() == {node for node in nodes if not node.submitted}
+        assert places.keys() == waiting
         for node, n in places.items():
             assert node.parent not in places or places[node.parent] < n, "a child waits before its parent"
         assert self.seq in self._tips

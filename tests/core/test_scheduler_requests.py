@@ -6,16 +6,42 @@ import random
 from dataclasses import replace
 from unittest import mock
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.examples import n_examples
-from support.requests import changed
+from support.fake_model import FakeModel
+from support.requests import changed, core_request
 from support.scenarios import Scenario, conversations, play, recurrent, scenarios, thickets
 
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.batching.payoff import Payoff
-from ggpipe.core.request import Request
+from ggpipe.core.prefixes import SavePrefix
+from ggpipe.core.request import Limits, Request
 
 N_EXAMPLES = n_examples(70, 200)
+NARROW = Scenario(
+    Limits(
+        n_ctx=50, n_batch=12, n_ubatch=2, n_in_flight=1, n_seq=5, n_requests=3, n_prefixes=1, partial_prefixes=False,
+        rolls_back=False, drops_rows=False,
+    ),
+    Limits(n_ctx=50, n_batch=12, n_ubatch=2, n_in_flight=2, n_seq=4, n_requests=3, n_prefixes=1),
+    n_stages=1,
+    n_draft_stages=1,
+    model=FakeModel(1000),
+    agreement=0.5,
+    drafts=("model", "model"),
+    requests=[
+        core_request(id=1, prompt=(100,), n_predict=10, speculation=SpeculationConfig(mode="speculative", n_draft=1)),
+        SavePrefix(2, (200,), "whole"),
+        *(core_request(id=i, prompt=(100 * i,), n_predict=0) for i in range(3, 9)),
+    ],
+    stops={},
+    pace={"target stage": 50, "target result": 5, "sample": 5, "draft": 50, "draft tokens": 1, "steering": 50},
+    seed=0,
+    alike=0.5,
+    hybrid=True,
+)  # fmt: skip
+"""An accepted token that is decoded again with the one before needs whole runs, and prompts wait."""
 
 
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,6 +64,7 @@ def test_what_is_kept_of_earlier_texts_changes_no_text(scenario: Scenario) -> No
 
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(recurrent())
+@example(NARROW)
 def test_states_that_are_kept_on_the_way_change_no_text(scenario: Scenario) -> None:
     play(scenario).check_end()
 

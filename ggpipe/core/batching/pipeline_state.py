@@ -121,9 +121,7 @@ class PipelineState:
 
     def rows_for_prompts(self, n_prompts: int, n_ready: int) -> int:
         """Rows of the next run that this many prompts have, where the accepted tokens that are ready would fill it: a
-        part in proportion. A run of one row is for one and the other in turns."""
-        if self.limits.n_rows == 1:
-            return 0 if self.had_prompts else 1
+        part in proportion."""
         return max(self.limits.n_rows * n_prompts // (n_prompts + n_ready), 1)
 
     def to_try(self, rounds: Rounds, most: int) -> int | None:

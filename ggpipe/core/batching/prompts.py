@@ -46,16 +46,13 @@ def schedule(
 ) -> Sequence[ScheduledRows]:
     """Tokens of the prompts that wait, with the accepted tokens that are `ready`; nothing when it is better to wait.
     `n_runs`: runs in flight with accepted tokens or prompts."""
-    if not ready and pipeline.n_in_flight >= (pipeline.n_stages if decoding else pipeline.limits.n_in_flight):
+    first = _accepted(pipeline, ready, len(waiting))
+    if not first and pipeline.n_in_flight >= (pipeline.n_stages if decoding else pipeline.limits.n_in_flight):
         return ()
-    if ready and n_runs >= pipeline.n_stages:
+    if first and n_runs >= pipeline.n_stages:
         return ()
     if len(waiting) == 1 and not decoding:
         return _alone(pipeline, waiting[0])
-    n_tokens = pipeline.limits.n_rows
-    if rows_of(ready) >= n_tokens:
-        n_tokens -= pipeline.rows_for_prompts(len(waiting), len(ready))
-    first = fitting(ready, n_tokens)
     roots, n_rows = [ScheduledRows(state, nodes=(state.tree.root,), most=1) for state in first], rows_of(first)
     n_new = sum(len(state.prompt) - state.counters.cached_tokens for state in waiting)
     n_prompt = min(pipeline.limits.prompt_rows(n_new), pipeline.limits.n_rows - n_rows)
@@ -65,6 +62,19 @@ def schedule(
         if not ready and pipeline.n_in_flight and not pipeline.has_prompts and n_left > _MANY_RUNS * n_prompt:
             return ()  # it goes in with the tokens in flight, which would else wait for it
     return [*roots, *_shared_out(waiting, n_prompt)]
+
+
+def _accepted(pipeline: PipelineState, ready: Sequence[RequestState], n_waiting: int) -> Sequence[RequestState]:
+    """The requests whose accepted tokens go into a run with tokens of `n_waiting` prompts.
+
+    Where these would leave no room for the first request's tokens, as in runs of one row, or of few rows where a
+    recurrent model decodes tokens again, prompts and accepted tokens take turns.
+    """
+    n_rows = pipeline.limits.n_rows
+    if rows_of(ready) < n_rows:
+        return ready
+    first = fitting(ready, n_rows - pipeline.rows_for_prompts(n_waiting, len(ready)))
+    return first if first or not pipeline.had_prompts else fitting(ready, n_rows)
 
 
 def _alone(pipeline: PipelineState, state: SequenceState) -> Sequence[ScheduledRows]:

@@ -190,7 +190,8 @@ class RequestDrafters:
         """Check what must hold between events. Raises AssertionError."""
         named: dict[tuple[int, int], Node] = {}
         for node in self._tree.root.below():
-            named.update({(proposal.drafter, proposal.number): node for proposal in node.proposals})
+            for proposal in node.proposals:
+                named[proposal.drafter, proposal.number] = node
         for drafter, state in self._states.items():
             for number, node in state.nodes.items():
                 assert node.within(self._tree.root), f"drafter {drafter} has a dead node"
