@@ -16,6 +16,7 @@ from ggpipe.channel import link
 from ggpipe.channel.events import ChannelMessage
 from ggpipe.channel.front_end import FrontEnd
 from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.engine.head import Head
 from ggpipe.engine.served import serve
 from ggpipe.engine.signals import Signals
@@ -240,12 +241,14 @@ def own_cores(config: EngineConfig, transport: Transport, allowed: Collection[in
         return None
     here = [rank for rank, host in enumerate(transport.hosts) if host == transport.host]
     n_each = max(len(sockets.cores(allowed, sockets.SYSFS)) // len(here), 1)
-    threads = {rank: max(config.pipeline.threads_of(rank, n_each)) for rank in here}
-    n_target = transport.size - config.n_draft_ranks
-    mates = [rank for rank in here if rank < n_target]
-    n_others = sum(threads[rank] for rank in here if rank >= n_target)
-    if transport.rank not in mates:
+    threads, n_others = dict[int, int](), 0
+    for rank in here:
+        n_threads = max(config.pipeline.threads_of(rank, n_each))
+        if (model := config.model_of(rank, transport.size)) == TARGET:
+            threads[rank] = n_threads
+        else:
+            n_others += max(config.drafts[model - FIRST_DRAFT].threads, 0) or n_threads
+    if transport.rank not in threads:
         return None
-    return sockets.cores_of(
-        mates.index(transport.rank), [threads[rank] for rank in mates], n_others, allowed, sockets.SYSFS
-    )
+    number = list(threads).index(transport.rank)
+    return sockets.cores_of(number, list(threads.values()), n_others, allowed, sockets.SYSFS)
