@@ -42,7 +42,7 @@ class ContextConfig:
     cache_type_v: KvType = "f16"
     flash_attn: FlashAttention = "on"
     exact: bool = False
-    """The same bits for every split, mode and thread count, and in any company."""
+    """The same bits for every split, mode and thread count, whatever other requests are running."""
     fast_kernels: bool | None = None
     """Use ggpipe's own flash attention and products of weights, which equal ggml's except for rounding. ggml's are used
     where ours are not supported or not faster. None: where not `exact`, which then means ggml's reference kernels."""

@@ -374,12 +374,7 @@ def _node(spec: ClusterSpec, placement: VirtualPlacement, number: int) -> Virtua
     node, crowd = spec.nodes[number], _crowd(spec, placement, number)
     nice_weight = NICE_WEIGHT if node.guest is None else weight_of(node.guest, node.cores, crowd)
     return VirtualNode(
-        name=node.name,
-        cores=node.cores,
-        machine=node.machine,
-        crowd=crowd,
-        turns=node.turns,
-        nice_weight=nice_weight,
+        name=node.name, cores=node.cores, machine=node.machine, crowd=crowd, turns=node.turns, nice_weight=nice_weight
     )
 
 
