@@ -13,9 +13,13 @@
 
 namespace ggpipe {
 
+AttentionKernel attention_for(const CpuFeatures & cpu) {  // which needs no VNNI
+    return cpu.avx512 ? avx512_attention : cpu.avx2 ? avx2_attention : nullptr;
+}
+
 namespace {
 constexpr int64_t kMaxWidth = 576;
-const AttentionKernel kernel = avx512_attention() ? avx512_attention() : avx2_attention();  // nullptr: attention stays ggml's
+const AttentionKernel kernel = attention_for(cpu_features());
 
 const uint16_t * mask_of(const ggml_tensor * node, int64_t row) {
     return (const uint16_t *) ((const char *) node->src[3]->data + row * node->src[3]->nb[1]);

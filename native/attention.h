@@ -8,6 +8,7 @@
 #include <new>
 #include <vector>
 
+#include "cpu.h"
 #include "ggml.h"
 
 namespace ggpipe {
@@ -49,7 +50,9 @@ struct AttentionTask {  // some lanes of a block at some KV heads
     }
 };
 using AttentionKernel = void (*)(const AttentionTask &);
-AttentionKernel avx512_attention();  // nullptr: the CPU cannot
-AttentionKernel avx2_attention();
+void avx512_attention(const AttentionTask & task);
+void avx2_attention(const AttentionTask & task);
+// The one for a CPU with these features; nullptr: attention stays ggml's.
+AttentionKernel attention_for(const CpuFeatures & cpu);
 
 }  // namespace ggpipe

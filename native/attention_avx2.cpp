@@ -50,12 +50,11 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add_up(const F * v, float * to) {
 
 #include "attention_lanes.h"
 
-GGPIPE_TARGET void attend_task(const AttentionTask & task) { Attention(task).run(); }
 }  // namespace
 
-AttentionKernel avx2_attention() { return __builtin_cpu_supports("x86-64-v3") ? attend_task : nullptr; }
+GGPIPE_TARGET void avx2_attention(const AttentionTask & task) { Attention(task).run(); }
 
 }  // namespace ggpipe
 #else
-ggpipe::AttentionKernel ggpipe::avx2_attention() { return nullptr; }
+void ggpipe::avx2_attention(const AttentionTask &) {}
 #endif

@@ -53,12 +53,11 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add_up(const F * v, float * to) {
 
 #include "attention_lanes.h"
 
-GGPIPE_TARGET void attend_task(const AttentionTask & task) { Attention(task).run(); }
 }  // namespace
 
-AttentionKernel avx512_attention() { return __builtin_cpu_supports("x86-64-v4") ? attend_task : nullptr; }
+GGPIPE_TARGET void avx512_attention(const AttentionTask & task) { Attention(task).run(); }
 
 }  // namespace ggpipe
 #else
-ggpipe::AttentionKernel ggpipe::avx512_attention() { return nullptr; }
+void ggpipe::avx512_attention(const AttentionTask &) {}
 #endif

@@ -4,21 +4,9 @@
 
 namespace ggpipe {
 
-const Kernel * avx2_kernel([[maybe_unused]] ggml_type type) {
+const Kernel * avx2_kernel([[maybe_unused]] ggml_type type, [[maybe_unused]] bool is_repacked) {
 #ifdef __x86_64__
-    static const bool can = __builtin_cpu_supports("x86-64-v3");
-    switch (can ? type : GGML_TYPE_COUNT) {
-#define GGPIPE_KERNEL(NAME) \
-        case GGML_TYPE_##NAME: { \
-            using Format = avx2::NAME; \
-            static constexpr Kernel kernel{Format::From::kGroup > 1, avx2::kTileRows, sizeof(avx2::Numbers<Format>), \
-                                           avx2::quantize<Format>, avx2::multiply<Format>}; \
-            return &kernel; \
-        }
-        GGPIPE_FOR_FORMATS(GGPIPE_KERNEL)
-#undef GGPIPE_KERNEL
-        default: return nullptr;
-    }
+    return avx2::kernel_of(type, is_repacked);
 #else
     return nullptr;
 #endif

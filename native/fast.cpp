@@ -10,8 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "attention.h"
 #include "compute.h"
 #include "ggml-alloc.h"
+#include "kernels.h"
 #include "stage.h"
 
 namespace ggpipe {
@@ -170,6 +172,19 @@ std::vector<float> multiply(const Product & p, int n_threads, bool repack, bool 
     std::vector<float> results(ggml_nelements(result));
     ggml_backend_tensor_get(result, results.data(), 0, ggml_nbytes(result));
     return results;
+}
+
+std::pair<std::string, std::string> kernel_names(ggml_type type, bool is_repacked, const std::vector<std::string> & features) {
+    CpuFeatures cpu{};
+    for (const std::string & name : features) {
+        bool * const has = name == "avx2" ? &cpu.avx2 : name == "avx_vnni" ? &cpu.avx_vnni : name == "avx512" ? &cpu.avx512
+                         : name == "avx512_vnni" ? &cpu.avx512_vnni : nullptr;
+        if (!has) throw std::runtime_error("unknown CPU feature: " + name);
+        *has = true;
+    }
+    const Kernel * product = kernel_for(type, is_repacked, cpu);
+    const AttentionKernel attention = attention_for(cpu);
+    return {product ? product->name : "", attention == avx512_attention ? "AVX-512" : attention ? "AVX2" : ""};
 }
 
 }  // namespace ggpipe

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -22,11 +23,13 @@ struct QuantizedMemory {
     std::vector<float> scales, sums;
 };
 
+struct Kernel;
+
 // Of a graph while it is computed. The functions that compute take one thread's part, and this as `state`.
 struct FastGraph {
     struct Quantized {  // activations that consecutive products share
         const ggml_tensor * source;
-        ggml_type type;
+        const Kernel * kernel;
         std::atomic<int64_t> taken{0}, done{0};  // rows
     };
     struct Product {
@@ -51,6 +54,10 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void * sta
 bool is_product(const ggml_tensor * node);
 bool multiplies_repacked(ggml_type type);  // of weights that ggml has repacked
 void compute_product(ggml_tensor * node, int thread, int n_threads, void * state);
+
+// The names of our own kernels that a CPU with these features takes for products with weights of a type, and for
+// attention; empty: ggml's. Throws std::runtime_error.
+std::pair<std::string, std::string> kernel_names(ggml_type type, bool is_repacked, const std::vector<std::string> & features);
 
 // One product alone, as a stage computes it, for tests and measurements.
 struct Product {

@@ -156,16 +156,13 @@ template <class Type> GGPIPE_AVX2 void multiply(const Weights & weights, int64_t
 const Kernel * float_kernel([[maybe_unused]] ggml_type type) {
 #ifdef __x86_64__
     using namespace avx2;
-    static const bool can = __builtin_cpu_supports("x86-64-v3");
-    // With AVX-512, ggml's kernels for many rows of 16-bit numbers are faster than these.
-    static const bool can_halves = can && !__builtin_cpu_supports("x86-64-v4");
-    static constexpr Kernel of_f32{false, kLanes, kNumberBytes, round_row<F32>, multiply<F32>};
-    static constexpr Kernel of_f16{false, kLanes, kNumberBytes, round_row<F16>, multiply<F16>};
-    static constexpr Kernel of_bf16{false, kLanes, kNumberBytes, round_row<BF16>, multiply<BF16>};
+    static constexpr Kernel of_f32{"AVX2", false, kLanes, kNumberBytes, round_row<F32>, multiply<F32>};
+    static constexpr Kernel of_f16{"AVX2", false, kLanes, kNumberBytes, round_row<F16>, multiply<F16>};
+    static constexpr Kernel of_bf16{"AVX2", false, kLanes, kNumberBytes, round_row<BF16>, multiply<BF16>};
     switch (type) {
-        case GGML_TYPE_F32: return can ? &of_f32 : nullptr;
-        case GGML_TYPE_F16: return can_halves ? &of_f16 : nullptr;
-        case GGML_TYPE_BF16: return can_halves ? &of_bf16 : nullptr;
+        case GGML_TYPE_F32: return &of_f32;
+        case GGML_TYPE_F16: return &of_f16;
+        case GGML_TYPE_BF16: return &of_bf16;
         default: return nullptr;
     }
 #else

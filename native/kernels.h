@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu.h"
 #include "ggml.h"
 
 namespace ggpipe {
@@ -31,6 +32,7 @@ struct Activations {  // quantized as a format of weights wants them: chunk by c
 };
 
 struct Kernel {
+    const char * name;
     bool is_repacked;  // the layout of weights that it takes
     int n_lanes;       // rows of weights at a time
     int chunk_bytes;   // of the numbers of a chunk of activations
@@ -38,8 +40,12 @@ struct Kernel {
     // The results of `n_lanes` rows of weights, from `first` on, for some rows of activations.
     void (*multiply)(const Weights &, int64_t first, const Activations &, const std::vector<int32_t> & rows, float * const * to);
 };
-const Kernel * vnni_kernel(ggml_type type);  // nullptr: none, or the CPU cannot
-const Kernel * avx2_kernel(ggml_type type);
+// nullptr: none. Only Q2_K has kernels for both layouts.
+const Kernel * avx512_vnni_kernel(ggml_type type);
+const Kernel * avx_vnni_kernel(ggml_type type, bool is_repacked);
+const Kernel * avx2_kernel(ggml_type type, bool is_repacked);
 const Kernel * float_kernel(ggml_type type);
+// The one for weights of this layout on a CPU with these features.
+const Kernel * kernel_for(ggml_type type, bool is_repacked, const CpuFeatures & cpu);
 
 }  // namespace ggpipe

@@ -1,4 +1,4 @@
-// Products of weights, on CPUs with AVX2 (quad_tiles.h, floats.cpp) or AVX-512 VNNI (tiles.h).
+// Products of weights, on CPUs with AVX2 or AVX-VNNI (quad_tiles.h, floats.cpp) or AVX-512 VNNI (tiles.h).
 //
 // ggml reads and unpacks a matrix again for each row or two of a run, so two rows take twice as long as one. Here a tile of
 // weights, 8 or 16 rows by 256 columns, is unpacked once, and all rows of activations are multiplied with it while it is in
@@ -22,6 +22,17 @@
 
 namespace ggpipe {
 
+const Kernel * kernel_for(ggml_type type, bool is_repacked, const CpuFeatures & cpu) {
+    const auto fitting = [&](bool can, const Kernel * kernel) { return can && kernel && kernel->is_repacked == is_repacked ? kernel : nullptr; };
+    // AVX-512 without VNNI takes AVX2's tiles. 512 bits would need three instructions for what is one with VNNI, and would not do for
+    // numbers of 8 bits.
+    if (const Kernel * kernel = fitting(cpu.avx512_vnni, avx512_vnni_kernel(type))) return kernel;
+    if (const Kernel * kernel = fitting(cpu.avx_vnni, avx_vnni_kernel(type, is_repacked))) return kernel;
+    if (const Kernel * kernel = fitting(cpu.avx2, avx2_kernel(type, is_repacked))) return kernel;
+    // With AVX-512, ggml's kernels for many rows of 16-bit numbers are faster than ours.
+    return fitting(cpu.avx2 && (type == GGML_TYPE_F32 || !cpu.avx512), float_kernel(type));
+}
+
 #ifdef __x86_64__
 namespace {
 Activations activations_of(const FastGraph::Quantized & quantized, QuantizedMemory & memory) {
@@ -30,11 +41,12 @@ Activations activations_of(const FastGraph::Quantized & quantized, QuantizedMemo
             memory.starts.data(), memory.scales.data(), memory.sums.data()};
 }
 
-const Kernel * kernel_for(ggml_type type) {
-    for (auto * of : {vnni_kernel, avx2_kernel, float_kernel}) {
-        if (const Kernel * kernel = of(type)) return kernel;
-    }
-    return nullptr;
+const Kernel * kernel_for(ggml_type type, bool is_repacked) {
+    static const CpuFeatures cpu = cpu_features();
+    return kernel_for(type, is_repacked, cpu);
+}
+bool has_repacked(const ggml_tensor * weights) {
+    return weights->extra && !strcmp(ggml_backend_buft_name(weights->buffer->buft), "CPU_REPACK");
 }
 
 const float * row_of(const ggml_tensor * t, int64_t row) {
@@ -43,7 +55,7 @@ const float * row_of(const ggml_tensor * t, int64_t row) {
 
 // All threads quantize some rows, and wait for the others.
 void quantize_rows(FastGraph::Quantized & quantized, const Activations & a) {
-    const Kernel & kernel = *kernel_for(quantized.type);
+    const Kernel & kernel = *quantized.kernel;
     for (int64_t row; (row = quantized.taken.fetch_add(1, std::memory_order_relaxed)) < a.n_rows;) {
         kernel.quantize(row_of(quantized.source, row), row, a);
         quantized.done.fetch_add(1, std::memory_order_release);
@@ -56,19 +68,17 @@ void quantize_rows(FastGraph::Quantized & quantized, const Activations & a) {
 }  // namespace
 
 bool multiplies_repacked(ggml_type type) {
-    const Kernel * kernel = kernel_for(type);
-    return kernel && kernel->is_repacked;
+    return kernel_for(type, true);
 }
 
 bool is_product(const ggml_tensor * node) {
     if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) return false;
     if (!(node->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
     const ggml_tensor * weights = node->src[0], * source = node->src[1];
-    const Kernel * kernel = kernel_for(weights->type);
-    if (!kernel || weights->ne[3] != 1 || weights->nb[0] != ggml_type_size(weights->type)) return false;
+    const bool is_repacked = has_repacked(weights);
+    if (!kernel_for(weights->type, is_repacked) || weights->ne[3] != 1 || weights->nb[0] != ggml_type_size(weights->type)) return false;
     if (source->type != GGML_TYPE_F32 || source->nb[0] != sizeof(float) || source->ne[3] != 1 || node->nb[0] != sizeof(float)) return false;
-    const bool is_repacked = weights->extra && !strcmp(ggml_backend_buft_name(weights->buffer->buft), "CPU_REPACK");
-    if (kernel->is_repacked != is_repacked || (weights->extra && !is_repacked)) return false;
+    if (weights->extra && !is_repacked) return false;
     if (node->op == GGML_OP_MUL_MAT_ID) return true;
     // Of a model: neither KV cells, which attention without flash attention multiplies, nor the rotation of quantized ones.
     const bool is_weight = weights->op == GGML_OP_NONE && weights->buffer &&
@@ -78,12 +88,12 @@ bool is_product(const ggml_tensor * node) {
 
 void FastGraph::add(ggml_tensor * product) {
     const ggml_tensor * source = product->src[1];
-    const ggml_type type = product->src[0]->type;
-    if (quantized.empty() || quantized.back().source != source || quantized.back().type != type) {
+    const Kernel * kernel = kernel_for(product->src[0]->type, has_repacked(product->src[0]));
+    if (quantized.empty() || quantized.back().source != source || quantized.back().kernel != kernel) {
         quantized.emplace_back().source = source;
-        quantized.back().type = type;
+        quantized.back().kernel = kernel;
         const Activations a = activations_of(quantized.back(), memory);
-        const size_t n = a.n_chunks * a.n_rows, n_bytes = n * kernel_for(type)->chunk_bytes;
+        const size_t n = a.n_chunks * a.n_rows, n_bytes = n * kernel->chunk_bytes;
         if (memory.numbers.size() < n_bytes) memory.numbers.resize(n_bytes);
         if (memory.scales.size() < n * kMaxUnits) {
             memory.starts.resize(n * kMaxUnits);
@@ -106,7 +116,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     const ggml_tensor * next = graph.products[std::min(index + 1, graph.products.size() - 1)].weights;
     const Activations activations = activations_of(product.quantized, graph.memory);
     quantize_rows(product.quantized, activations);
-    const Kernel & kernel = *kernel_for(weights->type);
+    const Kernel & kernel = *product.quantized.kernel;
     size_t n_uses = 0;
     const auto add = [&](int32_t matrix) -> Use & {
         if (uses.size() == n_uses) uses.emplace_back();

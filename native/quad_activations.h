@@ -10,7 +10,7 @@
 #include "kernels.h"
 #include "quads.h"
 
-namespace ggpipe::avx2 {
+namespace ggpipe::GGPIPE_QUADS {
 
 // A chunk of a row of activations: all that a product with a tile reads of it is in one place.
 template <class Format, bool kSuper = Format::kSuper> struct Numbers {
@@ -73,5 +73,5 @@ template <class Format> GGPIPE_AVX2 void quantize(const float * x, int64_t row, 
     }
 }
 
-}  // namespace ggpipe::avx2
+}  // namespace ggpipe::GGPIPE_QUADS
 #endif

@@ -4,7 +4,7 @@
 #ifdef __x86_64__
 #include "quads.h"
 
-namespace ggpipe::avx2 {
+namespace ggpipe::GGPIPE_QUADS {
 
 constexpr int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr int8_t kFloat4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -309,9 +309,26 @@ struct Q3_K : Super<Rows, 16> {
         }
     }
 };
-struct Q2_K : Super<Rows, 16> {
+template <class Source> struct TwoBits : Super<Source, 16> {
     static constexpr int kBytes = 84, kHighest = 3;
     static constexpr bool kHasMinima = true;
+    template <class Quads, class Emit> GGPIPE_AVX2 GGPIPE_INLINE static void unpack_at(int at, Quads rows, const Emit & emit) {
+        rows += at;
+        GGPIPE_UNITS(2) {
+            V both[8], numbers[8];
+            for (int i = 0; i < 2; i++) rows.quads(16 * Source::kGroup * i, both + 4 * i);
+            for (int part = 0; part < 4; part++) {
+                for (int i = 0; i < 8; i++) {
+                    numbers[i] = two_bits(both[i]);
+                    both[i] = _mm256_srli_epi16(both[i], 2);
+                }
+                for (int half = 0; half < 2; half++) emit(8 * u + 2 * part + half, numbers + 4 * half);
+            }
+            rows += 32 * Source::kGroup;
+        }
+    }
+};
+struct Q2_K : TwoBits<Rows> {
     GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
         V bytes[4];
         rows.words(0, bytes);
@@ -322,22 +339,20 @@ struct Q2_K : Super<Rows, 16> {
             block.minima[i] = pair_of_bytes(upper_four_bits(bytes[i / 2]), i % 2);
         }
     }
-    GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        rows += 16;
-        GGPIPE_UNITS(2) {
-            V both[8], numbers[8];
-            for (int i = 0; i < 2; i++) rows.quads(16 * i, both + 4 * i);
-            for (int part = 0; part < 4; part++) {
-                for (int i = 0; i < 8; i++) {
-                    numbers[i] = two_bits(both[i]);
-                    both[i] = _mm256_srli_epi16(both[i], 2);
-                }
-                for (int half = 0; half < 2; half++) emit(8 * u + 2 * part + half, numbers + 4 * half);
-            }
-            rows += 32;
+    GGPIPE_UNPACK(const Source & rows, const Emit & emit) { unpack_at(16, rows, emit); }
+};
+struct RepackedQ2_K : TwoBits<Eights> {  // by ggml, where it is compiled for AVX-512
+    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Eights & rows, Block & block) {
+        block.scale = rows.halves(0);
+        block.minimum = negative(rows.halves(16));
+        for (int i = 0; i < 8; i++) {
+            const V pairs = rows.byte_pairs(32 + 16 * i);
+            block.scales[i] = four_bits(pairs);
+            block.minima[i] = upper_four_bits(pairs);
         }
     }
+    GGPIPE_UNPACK(const Source & rows, const Emit & emit) { unpack_at(160, rows, emit); }
 };
 
-}  // namespace ggpipe::avx2
+}  // namespace ggpipe::GGPIPE_QUADS
 #endif

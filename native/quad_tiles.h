@@ -1,4 +1,4 @@
-// Tiles of weights times quantized activations, with AVX2; see products.cpp.
+// Tiles of weights times quantized activations, with AVX2 or AVX-VNNI; see products.cpp.
 #pragma once
 
 #ifdef __x86_64__
@@ -12,7 +12,7 @@
 #include "quad_activations.h"
 #include "quad_formats.h"
 
-namespace ggpipe::avx2 {
+namespace ggpipe::GGPIPE_QUADS {
 
 // Compilers would add up products in another order, for which there are not enough registers.
 GGPIPE_AVX2 GGPIPE_INLINE inline void in_this_order(V & sum) { asm("" : "+x"(sum)); }
@@ -35,7 +35,7 @@ template <class Format> GGPIPE_AVX2 GGPIPE_INLINE inline V with_sums(const Numbe
     for (int i = 0; i < kChunk / Format::kUnit / 2; i++) {
         int32_t pair;
         memcpy(&pair, x.sums + 2 * i, sizeof pair);
-        total = sum_of(total, _mm256_madd_epi16(pairs[i], _mm256_set1_epi32(pair)));
+        total = with_pairs(total, pairs[i], _mm256_set1_epi32(pair));
     }
     return total;
 }
@@ -54,6 +54,13 @@ GGPIPE_AVX2 GGPIPE_INLINE inline F with_block(F sum, V products, const Numbers<F
     return sum;
 }
 
+// Sums that are multiplied by integer scales must fit into 16 bits: how many products with four columns do.
+template <class Format> constexpr int dots_at_once(int n) {
+    while (Format::kSuper && n * 4 * 127 * Format::kHighest > INT16_MAX) n /= 2;
+    return n;
+}
+template <class Format> constexpr bool kByFours = kDots && dots_at_once<Format>(2) == 2;  // else, by twos there are fewer instructions
+
 // ---- a few rows of activations: quads, as they are unpacked ---------------------------------------------
 template <class Format, int R> struct QuadSums {
     const Numbers<Format> * x[R];
@@ -67,33 +74,34 @@ template <class Format, int R> struct QuadSums {
             sums[r] = results[r];
         }
     }
-    // Products with a unit: pairs of 16-bit numbers, or if kSigned, 32-bit numbers.
-    GGPIPE_AVX2 GGPIPE_INLINE void multiply(int u, const V * quads, V * to_a, V * to_b) const {
-        GGPIPE_UNROLLED(i, Format::kUnit / 8) {
+    static constexpr int kEights = Format::kUnit / 8, kAtOnce = kByFours<Format> ? dots_at_once<Format>(kEights) : kEights;
+    // Products with a unit, or a part of it: pairs of 16-bit numbers, or if kSigned or kByFours, 32-bit numbers.
+    GGPIPE_AVX2 GGPIPE_INLINE void multiply(int u, int part, const V * quads, V * to_a, V * to_b) const {
+        GGPIPE_UNROLLED(i, kAtOnce) {
             GGPIPE_UNROLLED(r, R) {
+                const int at = part * kAtOnce + i;
                 int64_t eight;
-                memcpy(&eight, x[r]->numbers + u * Format::kUnit + 8 * i, sizeof eight);
+                memcpy(&eight, x[r]->numbers + u * Format::kUnit + 8 * at, sizeof eight);
                 const V in_quarters = _mm256_set1_epi64x(eight);
-                add_products(quads[2 * i], in_quarters, i == 0, to_a[r]);
-                add_products(quads[2 * i + 1], in_quarters, i == 0, to_b[r]);
+                add(quads[2 * at], in_quarters, i == 0, to_a[r]);
+                add(quads[2 * at + 1], in_quarters, i == 0, to_b[r]);
             }
         }
     }
-    GGPIPE_AVX2 GGPIPE_INLINE static void add_products(V quad, V eight, bool is_first, V & to) {
+    GGPIPE_AVX2 GGPIPE_INLINE static void add(V quad, V eight, bool is_first, V & to) {
         if constexpr (Format::kSigned) {
             const V products = signed_products(quad, _mm256_abs_epi8(quad), eight);
             to = is_first ? products : sum_of(to, products);
         } else {
-            const V products = _mm256_maddubs_epi16(quad, eight);
-            to = is_first ? products : _mm256_add_epi16(to, products);
+            add_products<kByFours<Format>>(quad, eight, is_first, to);
         }
         in_this_order(to);
     }
     GGPIPE_AVX2 GGPIPE_INLINE void add(int u, const V * quads, F scale, F minimum) {
         V to_a[R], to_b[R];
-        multiply(u, quads, to_a, to_b);
+        multiply(u, 0, quads, to_a, to_b);
         GGPIPE_UNROLLED(r, R) {
-            if constexpr (!Format::kSigned) {
+            if constexpr (!Format::kSigned && !kByFours<Format>) {
                 to_a[r] = _mm256_madd_epi16(to_a[r], _mm256_set1_epi16(1));
                 to_b[r] = _mm256_madd_epi16(to_b[r], _mm256_set1_epi16(1));
             }
@@ -101,12 +109,14 @@ template <class Format, int R> struct QuadSums {
         }
     }
     template <int kSecond> GGPIPE_AVX2 GGPIPE_INLINE void add(int u, const V * quads, V pair) {
-        V to_a[R], to_b[R], scale_a, scale_b;
-        multiply(u, quads, to_a, to_b);
-        in_quads<kSecond>(pair, scale_a, scale_b);
-        GGPIPE_UNROLLED(r, R) {
-            a[r] = sum_of(a[r], _mm256_madd_epi16(to_a[r], scale_a));
-            b[r] = sum_of(b[r], _mm256_madd_epi16(to_b[r], scale_b));
+        GGPIPE_UNROLLED(part, kEights / kAtOnce) {
+            V to_a[R], to_b[R], scale_a, scale_b;
+            multiply(u, part, quads, to_a, to_b);
+            in_quads<kSecond, kByFours<Format>>(pair, scale_a, scale_b);
+            GGPIPE_UNROLLED(r, R) {
+                a[r] = with_pairs(a[r], to_a[r], scale_a);
+                b[r] = with_pairs(b[r], to_b[r], scale_b);
+            }
         }
     }
     GGPIPE_AVX2 GGPIPE_INLINE void end(const Block & block, F * results) {
@@ -153,7 +163,7 @@ template <class Format> struct Tile {
         if constexpr (Format::kSuper) {
             Format::read(from, blocks[half]);
             for (int i = 0; i < kUnits / 2; i++) {
-                for (int j = 0; j < 2; j++) integers[2 * i + j][half] = one_of_pairs(blocks[half].scales[i], j);
+                for (int j = 0; j < 2; j++) integers[2 * i + j][half] = one_of_pairs<kByFours<Format>>(blocks[half].scales[i], j);
             }
             Format::unpack(from, [&](int u, const V * fours) GGPIPE_AVX2 GGPIPE_INLINE { fill(half, u, fours, prefetch); });
         } else {
@@ -172,8 +182,9 @@ template <class Format> struct Tile {
         prefetch(u);
     }
 
-    // How many products with four columns fit where they are added up: in 16 bits, unless kSigned.
+    // How many products with four columns fit where they are added up: in 16 bits, unless kSigned, or kByFours without kSuper.
     static constexpr int fours_at_once() {
+        if (kByFours<Format>) return dots_at_once<Format>(kFours);
         int n = kFours;
         while (!Format::kSigned && n * 2 * 127 * Format::kHighest > INT16_MAX) n /= 2;
         return n;
@@ -208,10 +219,9 @@ template <class Format> struct Tile {
                             V to;
                             GGPIPE_UNROLLED(i, kAtOnce) {
                                 const int four = part * kAtOnce + i;
-                                const V added = _mm256_maddubs_epi16(numbers[u][four][half], four_columns(*x[r], u, four));
-                                to = i ? _mm256_add_epi16(to, added) : added;
+                                add_products<kByFours<Format>>(numbers[u][four][half], four_columns(*x[r], u, four), i == 0, to);
                             }
-                            totals[r][half] = sum_of(totals[r][half], _mm256_madd_epi16(to, integers[u][half]));
+                            totals[r][half] = with_pairs(totals[r][half], to, integers[u][half]);
                             in_this_order(totals[r][half]);
                         }
                     }
@@ -228,8 +238,7 @@ template <class Format> struct Tile {
                                 const V added = signed_products(numbers[u][four][half], sizes[u][four][half], in_all);
                                 sum = i ? sum_of(sum, added) : added;
                             } else {
-                                const V added = _mm256_maddubs_epi16(numbers[u][four][half], in_all);
-                                sum = i ? _mm256_add_epi16(sum, added) : added;
+                                add_products<kByFours<Format>>(numbers[u][four][half], in_all, i == 0, sum);
                             }
                             in_this_order(sum);
                         }
@@ -238,8 +247,8 @@ template <class Format> struct Tile {
                 GGPIPE_UNROLLED(r, R) {
                     GGPIPE_UNROLLED(half, 2) {
                         if constexpr (Format::kSuper) {
-                            totals[r][half] = sum_of(totals[r][half], _mm256_madd_epi16(to[r][half], integers[u][half]));
-                        } else if constexpr (Format::kSigned) {
+                            totals[r][half] = with_pairs(totals[r][half], to[r][half], integers[u][half]);
+                        } else if constexpr (Format::kSigned || kByFours<Format>) {
                             products[r][half] = to[r][half];
                         } else {
                             const V added = _mm256_madd_epi16(to[r][half], _mm256_set1_epi16(1));
@@ -357,5 +366,35 @@ template <class Format> GGPIPE_AVX2 void multiply(const Weights & weights, int64
     }
 }
 
-}  // namespace ggpipe::avx2
+// Dot products take numbers without signs from one side: 128 more than those with signs, as what kOffset makes up for.
+template <class Format> struct WithoutSigns : Format {
+    static constexpr int kOffset = 128, kHighest = 255;
+    static constexpr bool kSigned = false;
+    GGPIPE_UNPACK(const Source & rows, const Emit & emit) {
+        Format::unpack(rows, [&](int u, const V * numbers, F scale, F minimum) GGPIPE_AVX2 GGPIPE_INLINE {
+            V higher[Format::kUnit / 4];
+            for (int i = 0; i < Format::kUnit / 4; i++) higher[i] = _mm256_xor_si256(numbers[i], all_bytes(-128));
+            emit(u, higher, scale, minimum);
+        });
+    }
+};
+
+template <class Numbered> const Kernel * kernel_with() {
+    using Format = std::conditional_t<kDots && Numbered::kSigned, WithoutSigns<Numbered>, Numbered>;
+    static constexpr Kernel kernel{kDots ? "AVX-VNNI" : "AVX2", Format::From::kGroup > 1, kTileRows, sizeof(Numbers<Format>),
+                                   quantize<Format>, multiply<Format>};
+    return &kernel;
+}
+inline const Kernel * kernel_of(ggml_type type, bool is_repacked) {
+    if (type == GGML_TYPE_Q2_K && is_repacked) return kernel_with<RepackedQ2_K>();
+    switch (type) {
+#define GGPIPE_KERNEL(NAME) \
+        case GGML_TYPE_##NAME: return kernel_with<NAME>();
+        GGPIPE_FOR_FORMATS(GGPIPE_KERNEL)
+#undef GGPIPE_KERNEL
+        default: return nullptr;
+    }
+}
+
+}  // namespace ggpipe::GGPIPE_QUADS
 #endif

@@ -1,4 +1,5 @@
-// Vectors of AVX2 for the kernels in quad_tiles.h: eight rows of weights at a time.
+// Vectors of AVX2 for the kernels in quad_tiles.h: eight rows of weights at a time. avx_vnni.cpp compiles all of them once more,
+// with dot products of its own.
 //
 // A quad is a vector with 8 columns of four rows, a byte each. The eight rows are the quads A and B. Products with the same 8
 // columns of a row of activations are added up in each row's quarter of both, and only sums of many columns come into lanes, a
@@ -17,9 +18,12 @@
 
 #include "vectors.h"
 
+#ifndef GGPIPE_QUADS
+#define GGPIPE_QUADS avx2
 #define GGPIPE_AVX2 __attribute__((target("avx2,fma,f16c")))
+#endif
 
-namespace ggpipe::avx2 {
+namespace ggpipe::GGPIPE_QUADS {
 
 constexpr int kLanes = 8;
 constexpr int kTileRows = 2 * kLanes;
@@ -41,18 +45,39 @@ GGPIPE_AVX2 GGPIPE_INLINE inline V in_lanes(V a, V b) {
     const F even = _mm256_shuffle_ps((F) a, (F) b, 0x88), odd = _mm256_shuffle_ps((F) a, (F) b, 0xdd);
     return sum_of((V) even, (V) odd);
 }
+// Products of bytes, the first without signs, are added up by twos in 16 bits, or with kByFours in 32 bits.
+#ifdef GGPIPE_DOT_BYTES
+constexpr bool kDots = true;
+GGPIPE_AVX2 GGPIPE_INLINE inline V with_pairs(V sum, V pairs, V factors) { return GGPIPE_DOT_PAIRS(sum, pairs, factors); }
+#else
+constexpr bool kDots = false;
+GGPIPE_AVX2 GGPIPE_INLINE inline V with_pairs(V sum, V pairs, V factors) { return sum_of(sum, _mm256_madd_epi16(pairs, factors)); }
+#endif
+template <bool kByFours> GGPIPE_AVX2 GGPIPE_INLINE inline void add_products(V numbers, V others, bool is_first, V & to) {
+#ifdef GGPIPE_DOT_BYTES
+    if constexpr (kByFours) {
+        to = GGPIPE_DOT_BYTES(is_first ? _mm256_setzero_si256() : to, numbers, others);
+        return;
+    }
+#endif
+    const V products = _mm256_maddubs_epi16(numbers, others);
+    to = is_first ? products : _mm256_add_epi16(to, products);
+}
 // Numbers with signs, and their sizes, times those of a row of activations: sums of four columns.
 GGPIPE_AVX2 GGPIPE_INLINE inline V signed_products(V numbers, V sizes, V others) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(sizes, _mm256_sign_epi8(others, numbers)), _mm256_set1_epi16(1));
 }
-// Of pairs of 16-bit numbers in lanes: the first (0) or second (1) one, twice.
-GGPIPE_AVX2 GGPIPE_INLINE inline V one_of_pairs(V pairs, int which) {
-    const __m128i first = _mm_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13);
+constexpr int8_t kZero = -128;  // for a shuffle, also after adding a few
+// Of pairs of 16-bit numbers in lanes: the first (0) or second (1) one, twice; with kByFours, and 0.
+template <bool kByFours> GGPIPE_AVX2 GGPIPE_INLINE inline V one_of_pairs(V pairs, int which) {
+    const __m128i first = kByFours ? _mm_setr_epi8(0, 1, kZero, kZero, 4, 5, kZero, kZero, 8, 9, kZero, kZero, 12, 13, kZero, kZero)
+                                   : _mm_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13);
     return _mm256_shuffle_epi8(pairs, in_both(_mm_add_epi8(first, _mm_set1_epi8(2 * which))));
 }
-// Of pairs of 16-bit numbers in lanes: the first (0) or second (1) one as A or B has it, four times.
-template <int kSecond> GGPIPE_AVX2 GGPIPE_INLINE inline void in_quads(V pairs, V & a, V & b) {
-    const __m128i once = _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 4, 5, 4, 5, 4, 5, 4, 5);
+// Of pairs of 16-bit numbers in lanes: the first (0) or second (1) one as A or B has it, four times; with kByFours, and 0, twice.
+template <int kSecond, bool kByFours> GGPIPE_AVX2 GGPIPE_INLINE inline void in_quads(V pairs, V & a, V & b) {
+    const __m128i once = kByFours ? _mm_setr_epi8(0, 1, kZero, kZero, 0, 1, kZero, kZero, 4, 5, kZero, kZero, 4, 5, kZero, kZero)
+                                  : _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 4, 5, 4, 5, 4, 5, 4, 5);
     const V to_a = in_both(_mm_add_epi8(once, _mm_set1_epi8(2 * kSecond)));
     a = _mm256_shuffle_epi8(pairs, to_a);
     b = _mm256_shuffle_epi8(pairs, _mm256_add_epi8(to_a, all_bytes(8)));
@@ -140,6 +165,8 @@ class Eights {
         const __m128i both = _mm_unpacklo_epi8(_mm_cvtsi64_si128(first), _mm_cvtsi64_si128(second));
         return _mm256_cvtepu8_epi16(_mm_shuffle_epi32(both, 0xd8));
     }
+    // Pairs of bytes of each row, as numbers.
+    GGPIPE_AVX2 GGPIPE_INLINE V byte_pairs(int at) const { return _mm256_cvtepu8_epi16(_mm_shuffle_epi32(load_16(first_ + at), 0xd8)); }
     // 6-bit scales and minima, packed as in one block of Q4_K, but of eight rows.
     GGPIPE_AVX2 GGPIPE_INLINE void scales(int at, uint64_t & scales, uint64_t & minima) const {
         constexpr uint32_t k2 = 0x03030303, k4 = 0x0f0f0f0f;
@@ -172,5 +199,5 @@ template <class From> class InLanes : public From {
     }
 };
 
-}  // namespace ggpipe::avx2
+}  // namespace ggpipe::GGPIPE_QUADS
 #endif

@@ -4,13 +4,12 @@
 
 namespace ggpipe {
 
-const Kernel * vnni_kernel([[maybe_unused]] ggml_type type) {
+const Kernel * avx512_vnni_kernel([[maybe_unused]] ggml_type type) {
 #ifdef __x86_64__
-    static const bool can = __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni");
-    switch (can ? type : GGML_TYPE_COUNT) {
+    switch (type) {
 #define GGPIPE_KERNEL(NAME) \
         case GGML_TYPE_##NAME: { \
-            static constexpr Kernel kernel{NAME::From::kGroup > 1, kLanes, kChunk, quantize<NAME>, multiply<NAME>}; \
+            static constexpr Kernel kernel{"AVX-512 VNNI", NAME::From::kGroup > 1, kLanes, kChunk, quantize<NAME>, multiply<NAME>}; \
             return &kernel; \
         }
         GGPIPE_FOR_FORMATS(GGPIPE_KERNEL)

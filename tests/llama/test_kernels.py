@@ -1,0 +1,88 @@
+"""Which of ggpipe's own kernels a CPU gets, and that those for AVX-VNNI give the bits of those for AVX2."""
+
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+from support.commands import HANG_S, ROOT
+
+from ggpipe.llama import machine
+from ggpipe.llama.libllama import native
+
+REPACKED = (Type.Q4_0, Type.Q4_K, Type.IQ4_NL, Type.MXFP4)
+"""Types that ggml repacks on any CPU with AVX2."""
+PLAIN = (Type.Q8_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q3_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS)
+AVX2 = ["avx2"]
+AVX_VNNI = ["avx2", "avx_vnni"]  # Intel Core since the 12th generation
+AVX512 = ["avx2", "avx512"]  # Intel Skylake-SP
+AVX512_VNNI = ["avx2", "avx512", "avx512_vnni"]  # Intel Cascade Lake, AMD Zen 4
+ALL = ["avx2", "avx_vnni", "avx512", "avx512_vnni"]  # Intel Sapphire Rapids, AMD Zen 5
+
+
+@pytest.mark.parametrize(
+    ("features", "products", "attention"),
+    [
+        ([], "", ""),
+        (AVX2, "AVX2", "AVX2"),
+        (AVX_VNNI, "AVX-VNNI", "AVX2"),
+        (AVX512, "AVX2", "AVX-512"),
+        (AVX512_VNNI, "AVX-512 VNNI", "AVX-512"),
+        (ALL, "AVX-512 VNNI", "AVX-512"),
+    ],
+)
+def test_quantized_weights(features: list[str], products: str, attention: str) -> None:
+    if products == "AVX-VNNI" and not _compiler_knows_avx_vnni():
+        products = "AVX2"
+    for kind in (*REPACKED, *PLAIN):
+        assert native.kernel_names(kind, kind in REPACKED, features) == (products, attention)
+        assert native.kernel_names(kind, kind not in REPACKED, features) == ("", attention)
+
+
+@pytest.mark.parametrize(
+    ("features", "plain", "repacked"),
+    [(AVX2, "AVX2", "AVX2"), (AVX512, "AVX2", "AVX2"), (AVX512_VNNI, "AVX2", "AVX-512 VNNI")],
+)
+def test_q2_k(features: list[str], plain: str, repacked: str) -> None:
+    """ggml repacks it if it was compiled for AVX-512, which the CPU's features do not tell."""
+    assert native.kernel_names(Type.Q2_K, False, features)[0] == plain
+    assert native.kernel_names(Type.Q2_K, True, features)[0] == repacked
+
+
+def test_floats() -> None:
+    for features in (AVX2, AVX_VNNI, AVX512, AVX512_VNNI, ALL):
+        own_halves = "" if "avx512" in features else "AVX2"  # else ggml's kernels, in wider vectors
+        assert native.kernel_names(Type.F32, False, features)[0] == "AVX2"
+        assert native.kernel_names(Type.F16, False, features)[0] == own_halves
+        assert native.kernel_names(Type.BF16, False, features)[0] == own_halves
+
+
+def test_types_without_kernels() -> None:
+    assert native.kernel_names(Type.IQ2_XS, False, ALL)[0] == ""
+    with pytest.raises(RuntimeError, match="unknown CPU feature: mmx"):
+        native.kernel_names(Type.Q8_0, False, ["mmx"])
+
+
+def _compiler_knows_avx_vnni() -> bool:
+    return native.kernel_names(Type.Q8_0, False, AVX_VNNI)[0] == "AVX-VNNI"
+
+
+@pytest.mark.skipif(
+    not {"AVX2", "FMA", "F16C"} <= set(machine.cpu_features()) or not shutil.which("c++"),
+    reason="needs a CPU with AVX2, and a C++ compiler",
+)
+def test_avx_vnni_gives_the_bits_of_avx2(tmp_path: Path) -> None:
+    """For all types, for numbers at random and for the highest sums; also where a CPU lacks AVX-VNNI's instructions."""
+    spec = find_spec("llama_cpp")
+    assert spec
+    assert spec.submodule_search_locations
+    ggml = Path(spec.submodule_search_locations[0]).parent / "include"
+    sources = [ROOT / "tests" / "llama" / "kernels.cpp", ROOT / "native" / "avx2.cpp"]
+    flags = ["-std=c++17", "-O1", "-Wno-psabi", f"-I{ROOT / 'native'}", f"-I{ggml}"]
+    subprocess.run(["c++", *flags, *sources, "-o", tmp_path / "kernels"], check=True, timeout=HANG_S)
+    done = subprocess.run([tmp_path / "kernels"], capture_output=True, text=True, check=True, timeout=HANG_S)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(REPACKED) + len(PLAIN) + 1
+    assert [line for line in lines if not line.endswith(": equal")] == []
