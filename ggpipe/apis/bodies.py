@@ -290,8 +290,8 @@ def _with_seeds(sampling: SamplingConfig, n: int) -> list[SamplingConfig]:
     return [replace(sampling, seed=(sampling.seed + i) % (2**32 - 1)) for i in range(n)]
 
 
-def text_of(content: Any, at: str, kinds: Collection[str], parts: str = "parts") -> str:
-    """A string, or the strings of a list of parts, joined by newlines. `kinds`: allowed types of parts; empty: all.
+def text_of(content: Any, at: str, kinds: Collection[str], parts: str = "parts", separator: str = "\n") -> str:
+    """A string, or the strings of a list of parts, joined by `separator`. `kinds`: allowed types of parts; empty: all.
     `parts`: the API's name for parts. Raises BodyError."""
     if isinstance(content, str):
         return content
@@ -304,4 +304,4 @@ def text_of(content: Any, at: str, kinds: Collection[str], parts: str = "parts")
         if not isinstance(text, str) or (kinds and kind not in kinds):
             raise BodyError(f"`{at}[{i}]` must be text: the model reads nothing else", f"{at}[{i}]")
         texts.append(text)
-    return "\n".join(texts)
+    return separator.join(texts)

@@ -47,7 +47,8 @@ class ChatBody(GenerationBody, kw_only=True):
     def prompts(self) -> Sequence[Conversation]:
         if not self.messages:
             raise BodyError("`messages` is empty: give at least one message", "messages")
-        messages = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(self.messages))
+        last = len(self.messages) - 1
+        messages = tuple(_message(message, f"messages[{i}]", i == last) for i, message in enumerate(self.messages))
         further = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort == "none":
             further.setdefault("enable_thinking", False)
@@ -66,12 +67,14 @@ class ChatBody(GenerationBody, kw_only=True):
         ]  # fmt: skip
 
 
-def _message(message: dict[str, Any], at: str) -> dict[str, Any]:
+def _message(message: dict[str, Any], at: str, is_last: bool) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise BodyError(f"`{at}.role` must be a string, such as user or system", f"{at}.role")
     if content is not None:
-        content = text_of(content, f"{at}.content", ("text", "input_text"))
+        # As in llama-server, a message to be continued has an empty line between its parts.
+        separator = "\n\n" if is_last and role == "assistant" else "\n"
+        content = text_of(content, f"{at}.content", ("text", "input_text"), separator=separator)
     elif role != "assistant":
         raise BodyError(f"`{at}.content` is missing", f"{at}.content")
     return {**message, "role": "system" if role == "developer" else role, "content": content or ""}

@@ -10,7 +10,7 @@ import msgspec
 
 from ggpipe.apis.bodies import BodyPrompt, GenerationBody, TokenId
 from ggpipe.apis.completions import PromptField, prompts_of
-from ggpipe.apis.replies import prob_of, probs_of, timings
+from ggpipe.apis.replies import prob_of, probs_of, progress_timings, timings
 from ggpipe.apis.writer import ApiEvent, Output, Writer
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish, Token, TokenProb
@@ -59,10 +59,15 @@ class NativeWriter(Writer):
     """The reply to `/completion`."""
 
     def __init__(
-        self, body: GenerationBody, model: str, slot_of: Callable[[str], int], fields: Sequence[str] = ()
+        self,
+        body: GenerationBody,
+        model: str,
+        slot_of: Callable[[str], int],
+        fields: Sequence[str] = (),
+        end_tokens: Sequence[int] = (),
     ) -> None:
         """`slot_of`: the slot of the output with this key; -1: none. `fields`: fields of the last part or whole reply;
-        empty: all."""
+        empty: all. `end_tokens`: of the model, see `ModelInfo`."""
         super().__init__(splits=False)
         self.prompts: Mapping[int, str] = {}
         """The text of each of the request's prompts."""
@@ -70,6 +75,7 @@ class NativeWriter(Writer):
         self._fields = fields
         self._model = model
         self._slot_of = slot_of
+        self._end_tokens = end_tokens
 
     @property
     def shows_prompts(self) -> bool:
@@ -77,7 +83,8 @@ class NativeWriter(Writer):
         return not self._fields or "prompt" in self._fields
 
     def progress(self, output: Output, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
-        yield {**self._part(output, "", []), "prompt_progress": prompt_progress}
+        further = {"timings": progress_timings(prompt_progress)} if self._body.timings_per_token else {}
+        yield {**self._part(output, "", []), "prompt_progress": prompt_progress, **further}
 
     def add(self, output: Output, parts: Sequence[AnswerEvent], tokens: Sequence[Token]) -> Iterator[ApiEvent]:
         for token in tokens:  # also those without text
@@ -123,7 +130,7 @@ class NativeWriter(Writer):
             "stopping_word": stop_string,
             "has_new_line": any("\n" in token.text for token in output.tokens),
             "truncated": stats.finish is Finish.CONTEXT_FULL,
-            "generation_settings": _all_settings(output),
+            "generation_settings": _all_settings(output, self._end_tokens),
             "tokens_cached": stats.counters.cached_tokens,
             "timings": timings(stats),
         }
@@ -136,15 +143,18 @@ def settings(sampling: SamplingConfig, n_predict: int) -> dict[str, Any]:
     return {**shown, "temperature": sampling.temp, "n_predict": n_predict, "max_tokens": n_predict}
 
 
-def _all_settings(output: Output) -> dict[str, Any]:
-    """All settings of an output, for the client that requested it."""
+def _all_settings(output: Output, end_tokens: Sequence[int]) -> dict[str, Any]:
+    """All settings of an output, for the client that requested it. As in llama-server, `ignore_eos` is a bias against
+    `end_tokens`, and the bias of a token that is ruled out is null."""
     drawn = output.spec.sampling
+    ruled_out = {token: -math.inf for token in end_tokens} if drawn.ignore_eos else {}
     return {
         **settings(drawn, output.spec.n_predict),
         "seed": output.stats.seed,
         "stop": drawn.stop,
         "logit_bias": [
-            {"token": token, "bias": bias if math.isfinite(bias) else False} for token, bias in drawn.logit_bias
+            {"token": token, "bias": bias if math.isfinite(bias) else None}
+            for token, bias in ({**dict(drawn.logit_bias), **ruled_out}).items()
         ],
         "grammar": drawn.grammar,
         "lora": [],

@@ -82,10 +82,23 @@ def usage(outputs: Sequence[WrittenOutput]) -> dict[str, Any]:
 def timings(stats: RequestStats) -> dict[str, Any]:
     """llama-server's timings of an output."""
     counters = stats.counters
-    n_prompt, prompt_s = stats.n_prompt - counters.cached_tokens, stats.ttft_s or 0.0
-    n_predicted, predicted_s = stats.n_generated, stats.decode_s
-    found = {
-        "cache_n": counters.cached_tokens,
+    n_cached = counters.cached_tokens
+    found = _timings(n_cached, stats.n_prompt - n_cached, stats.ttft_s or 0.0, stats.n_generated, stats.decode_s)
+    if counters.submitted_tokens:
+        found |= {"draft_n": counters.submitted_tokens, "draft_n_accepted": counters.accepted_tokens}
+    return found
+
+
+def progress_timings(prompt_progress: Mapping[str, Any]) -> dict[str, Any]:
+    """llama-server's timings of an output whose prompt is being processed, from its `prompt_progress`."""
+    n_cached = prompt_progress["cache"]
+    n_new = prompt_progress["processed"] - n_cached
+    return _timings(n_cached, n_new, prompt_progress["time_ms"] / 1e3 if n_new else 0.0, 0, 0.0)
+
+
+def _timings(n_cached: int, n_prompt: int, prompt_s: float, n_predicted: int, predicted_s: float) -> dict[str, Any]:
+    return {
+        "cache_n": n_cached,
         "prompt_n": n_prompt,
         "prompt_ms": 1e3 * prompt_s,
         "prompt_per_token_ms": 1e3 * prompt_s / max(n_prompt, 1),
@@ -95,9 +108,6 @@ def timings(stats: RequestStats) -> dict[str, Any]:
         "predicted_per_token_ms": 1e3 * predicted_s / max(n_predicted - 1, 1),
         "predicted_per_second": rate(n_predicted - 1, predicted_s),
     }
-    if counters.submitted_tokens:
-        found |= {"draft_n": counters.submitted_tokens, "draft_n_accepted": counters.accepted_tokens}
-    return found
 
 
 class ChoiceWriter(Writer):
@@ -135,7 +145,8 @@ class ChoiceWriter(Writer):
             yield self._chunk([_choice(output.index, self.first)])
 
     def progress(self, output: Output, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
-        yield self._chunk([_choice(output.index, self.empty)], prompt_progress=prompt_progress)
+        further = {"timings": progress_timings(prompt_progress)} if self._body.timings_per_token else {}
+        yield self._chunk([_choice(output.index, self.empty)], prompt_progress=prompt_progress, **further)
 
     def add(self, output: Output, parts: Sequence[AnswerEvent], tokens: Sequence[Token]) -> Iterator[ApiEvent]:
         index, new = output.index, self._tokens[output.index]

@@ -11,7 +11,7 @@ import msgspec
 
 from ggpipe.apis.bodies import GenerationBody, ResponseFormat, text_of
 from ggpipe.apis.chat import ChatBody
-from ggpipe.apis.replies import chat_logprobs, finish_reason, timings
+from ggpipe.apis.replies import chat_logprobs, finish_reason, progress_timings, timings
 from ggpipe.apis.writer import ApiEvent, Failure, ItemWriter, WrittenOutput
 from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.core.prompt import Conversation
@@ -204,7 +204,8 @@ class ResponseWriter(ItemWriter):
             yield event
 
     def progress(self, output: WrittenOutput, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
-        yield self._event("response.in_progress", response=self._response, prompt_progress=prompt_progress)
+        further = {"timings": progress_timings(prompt_progress)} if self._has_timings else {}
+        yield self._event("response.in_progress", response=self._response, prompt_progress=prompt_progress, **further)
 
     def _reasoning(self, text: str) -> Iterator[ApiEvent]:
         if not self._is("reasoning"):

@@ -46,7 +46,7 @@ from ggpipe.errors import RunError, UsageError, Wording
 from ggpipe.stats.records import RankStats
 from ggpipe.text.chat.conversation import ChatPrompt
 
-VERSION = 19
+VERSION = 20
 """Version of the messages and of their transport. Increase it when either changes."""
 
 
@@ -60,6 +60,8 @@ class ModelInfo:
     """Text of the token that begins a prompt."""
     eos_token: str = ""
     """Text of the token that ends the output."""
+    end_tokens: tuple[int, ...] = ()
+    """All tokens that end the output."""
     vocab_type: int = 0
     """libllama's number for the kind of tokenizer."""
     n_vocab: int = 0

@@ -14,6 +14,7 @@ from ggpipe.cli.messages import warn
 from ggpipe.cli.ranks import USER, exit_code, handled_signals, run_this_rank
 from ggpipe.cluster.model_file import check_model_file
 from ggpipe.config.engine import EngineConfig
+from ggpipe.core.layout import lay_out
 from ggpipe.errors import GgpipeError, Setting, SettingError, Wording
 from ggpipe.launch import environment
 from ggpipe.launch.job import Job
@@ -32,6 +33,8 @@ NO_RESTART = Wording(
     Setting("layer_split"),
 )
 
+_ALWAYS_A_LAYER = 0.2
+"""Share of the layers that is at least one layer, for all but toys."""
 FrontEndMain = Callable[[StartedRanks], int]
 """What a command does with its ranks. Returns the exit code."""
 
@@ -59,6 +62,7 @@ def run_command(
         n_ranks = ranks_to_start(config, options[RankSettings].hostfile)
         if n_ranks is not None:
             check_model_files(config, options[RankSettings].hostfile)
+            _check_layers(config, n_ranks)
             settings = RankSetup(config=config, verbose=options[LogSettings].verbose, demo=demo)
             job = Job(settings, n_ranks, options[RankSettings].hostfile)
             return _run_jobs([job], options, lambda ranks: front_end(next(ranks)), ctrl_c_ends)
@@ -79,6 +83,19 @@ def check_model_files(config: EngineConfig, hostfile: Path | None) -> None:
         return
     for model in (config.model, *(draft.model for draft in config.drafts)):
         check_model_file(model.path)
+
+
+def _check_layers(config: EngineConfig, n_ranks: int) -> None:
+    """Check that each of the target's ranks gets a layer, where shares are so small that one may get none.
+
+    Without the model's file on this machine, the ranks check. Raises UsageError.
+    """
+    split = config.pipeline.layer_split
+    if split is None or min(filter(None, split.shares)) >= _ALWAYS_A_LAYER or not config.model.path.exists():
+        return
+    from ggpipe.llama.gguf import ModelFile  # loads libllama
+
+    lay_out(ModelFile.open(config.model.path).n_layer, n_ranks - config.n_draft_ranks, split)
 
 
 def run_side_by_side(

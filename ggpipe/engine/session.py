@@ -94,6 +94,7 @@ def _model_info(model_file: ModelFile, vocab: Vocab) -> ModelInfo:
         chat_template=vocab.template() or "",
         bos_token=vocab.bos_text,
         eos_token=vocab.eos_text,
+        end_tokens=vocab.end_tokens,
         vocab_type=vocab.kind,
         n_vocab=vocab.n_tokens,
         n_ctx_train=header.number("context_length"),

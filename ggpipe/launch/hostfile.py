@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ggpipe.errors import LaunchError, Setting
 
-_SLOTS = re.compile(r"\bslots\s*=\s*(\d+)|^\S+?:(\d+)(?:\s|$)")
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<hydra>\d+))?(?P<settings>(?:\s+[a-z_]+\s*=\s*\S+)*)", re.ASCII)
+_SLOTS = re.compile(r"\bslots\s*=\s*(\S+)")
 _OF_OPEN_MPI = re.compile(r"^[^#\n]*\bslots\s*=", re.MULTILINE)
 _OF_HYDRA = re.compile(r"^\s*[^\s:#]+:\d+\s*(?:#|$)", re.MULTILINE)
-_NAME = re.compile(r"[^\s:]+")
 _MOST_SLOTS = 4096  # per machine: more than any job has ranks
 
 
@@ -27,17 +27,27 @@ def hosts_of(hostfile: Path) -> list[str]:
         why = e.strerror if isinstance(e, OSError) else "it is not text"
         raise LaunchError(Setting("hostfile"), f" {hostfile}: {why}") from e
     hosts: list[str] = []
-    for line in text.splitlines():
+    for number, line in enumerate(text.splitlines(), 1):
         if line := line.partition("#")[0].strip():
-            match = _SLOTS.search(line)
-            name = _NAME.match(line)
-            n_slots = min(int((match[1] or match[2])[:9]), _MOST_SLOTS) if match else 1
-            hosts += [name[0] if name else line] * n_slots
+            hosts += _hosts_on(line, f" {hostfile}, line {number}: ")
     if not hosts:
         raise LaunchError(
             Setting("hostfile"), f" {hostfile} names no machines: write one per line, as in `node1 slots=1`"
         )
     return hosts
+
+
+def _hosts_on(line: str, where: str) -> list[str]:
+    """The slots of a line. `where`: of it, for messages. Raises LaunchError."""
+    if (match := _LINE.fullmatch(line)) is None:
+        raise LaunchError(
+            Setting("hostfile"), f"{where}{line!r} is not a machine: write its name or address, as in `node1 slots=1`"
+        )
+    slots = _SLOTS.search(match["settings"])
+    n_slots = match["hydra"] or (slots[1] if slots is not None else "1")
+    if not n_slots.isdecimal():
+        raise LaunchError(Setting("hostfile"), f"{where}slots must be a number, got {n_slots}")
+    return [match["name"]] * min(int(n_slots[:9]), _MOST_SLOTS)
 
 
 def is_readable(hostfile: Path, for_hydra: bool) -> bool:

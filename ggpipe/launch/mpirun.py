@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from ggpipe.errors import LaunchError, Setting, StartError
-from ggpipe.launch.environment import die_with_parent, mpi_environment, session_folder
+from ggpipe.launch.environment import die_with_parent, keepalive, mpi_environment, session_folder
 
 _TICK_S = 0.02
 _KILL_AFTER_S = 2.0
@@ -45,6 +45,13 @@ _OPEN_MPI_LOST = re.compile(
 _SHARED_MEMORY = re.compile(r"(/\S+/(?:sm|vader)_segment\.\S+\.)\d+$", re.MULTILINE)
 # Without the process that it names: hydra may have terminated that one itself, because of another.
 _HYDRA_REPORT = re.compile(r"EXIT STRING: ([^()]*) \(signal (\d+)\)")
+
+
+def _in_words(end: str) -> str:
+    """What has ended a rank. `end`: as in mpirun's report, such as `signal 9 (Killed)`. Ranks end themselves by SIGALRM
+    (`engine/signals.py`)."""
+    is_own = end.startswith(f"signal {int(signal.SIGALRM)} ")
+    return "it was terminated from outside, or waited too long for the others" if is_own else end
 
 
 def find_mpirun() -> str:
@@ -160,7 +167,13 @@ class RankProcesses:
         try:
             self._process = subprocess.Popen(
                 command,
-                env={**session_folder(self._folder), **os.environ, **mpi_environment(), **environment},
+                env={
+                    **session_folder(self._folder),
+                    **keepalive(),
+                    **os.environ,
+                    **mpi_environment(),
+                    **environment,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -211,9 +224,9 @@ class RankProcesses:
                 return f"the rank ended with exit code {code}"
             text = " ".join("".join(self._kept).split())
             if match := _OPEN_MPI_REPORT.search(text):
-                return f"rank {match[1]} ({match[2]}) ended: {match[3]}"
+                return f"rank {match[1]} ({match[2]}) ended: {_in_words(match[3])}"
             if match := _HYDRA_REPORT.search(text):
-                return f"a rank ended: signal {match[2]} ({match[1]})"
+                return f"a rank ended: {_in_words(f'signal {match[2]} ({match[1]})')}"
             if code is not None and code < 0:
                 return f"{'the rank' if self._is_alone else 'mpirun'} ended: signal {-code} ({signal.strsignal(-code)})"
             if is_complete:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ggpipe.options.server import ALL_ORIGINS, LOCAL_ORIGINS
@@ -43,6 +44,8 @@ class Origins:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or (why := self._why_not(Headers(scope=scope))) is None:
             await self._cors(scope, receive, send)
+        elif scope["method"] == "OPTIONS":  # the browser's question, which is answered no without headers
+            await Response()(scope, receive, send)
         else:
             await ApiError(403, why).response(scope["path"])(scope, receive, send)
 

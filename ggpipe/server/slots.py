@@ -60,6 +60,7 @@ class Slot:
             return found
         stats, tokens = use.feed.stats, list(use.feed.tokens)
         n_cached, n_decoded = stats.counters.cached_tokens, len(tokens)
+        is_limited = self.is_processing and use.spec.n_predict >= 0
         n_new = len(use.feed.prompt) - n_cached
         if not tokens and self.is_processing:
             n_new = min(sum(run.n_rows for run in list(stats.runs) if not run.cancelled), n_new)
@@ -74,8 +75,8 @@ class Slot:
                 {
                     "has_next_token": self.is_processing,
                     "has_new_line": any("\n" in token.text for token in tokens),
-                    "n_remain": max(use.spec.n_predict - n_decoded, 0) if use.spec.n_predict >= 0 else -1,
-                    "n_decoded": n_decoded,
+                    "n_remain": max(use.spec.n_predict - n_decoded, 0) if is_limited else -1,
+                    "n_decoded": n_decoded if self.is_processing else 0,
                 }
             ],
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -74,7 +74,28 @@ def test_the_last_part_says_how_the_output_ended(finish: Finish, kind: str) -> N
     assert last["truncated"] == (finish is Finish.CONTEXT_FULL)
     settings = last["generation_settings"]
     assert (settings["seed"], settings["n_predict"], settings["stop"]) == (3, 4, ("b",))
-    assert settings["logit_bias"] == [{"token": 5, "bias": False}, {"token": 6, "bias": 0.5}]
+    assert settings["logit_bias"] == [{"token": 5, "bias": None}, {"token": 6, "bias": 0.5}]
+
+
+def test_a_forbidden_end_is_a_bias_of_all_end_tokens() -> None:
+    own = output(Finish.LENGTH)
+    own = replace(own, spec=replace(own.spec, sampling=replace(own.spec.sampling, ignore_eos=True)))
+    body = convert(NativeBody, {"prompt": "a"})
+    (last,) = NativeWriter(body, "m", lambda key: -1, end_tokens=(3, 6)).end(own)
+    assert last["generation_settings"]["logit_bias"] == [
+        {"token": 5, "bias": None}, {"token": 6, "bias": None}, {"token": 3, "bias": None}
+    ]  # fmt: skip
+
+
+def test_progress_has_the_timings_so_far() -> None:
+    own = writer(timings_per_token=True)
+    found = []
+    for processed in (2, 12):
+        progress = {"total": 12, "cache": 2, "processed": processed, "time_ms": 50}
+        (part,) = own.progress(output(Finish.LENGTH), progress)
+        assert part["prompt_progress"] == progress
+        found.append([part["timings"][name] for name in ("cache_n", "prompt_n", "prompt_ms", "predicted_n")])
+    assert found == [[2, 0, 0.0, 0], [2, 10, 50.0, 0]]
 
 
 def test_a_reply_has_the_fields_that_were_chosen() -> None:

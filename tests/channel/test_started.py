@@ -134,6 +134,21 @@ def test_a_machine_whose_fault_is_known(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("signal 9 (Killed)", "signal 9 (Killed)"),
+        ("signal 14 (Alarm clock)", "it was terminated from outside, or waited too long for the others"),
+    ],
+)
+def test_what_ended_a_rank(end: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = f"prterun noticed that process rank 1 with PID 7 on node node2 exited on {end}."
+    rig = Rig(tmp_path, monkeypatch, f"cat <<'E'\n{RULE}\n{said}\n{RULE}\nE\nexit 1")
+    with pytest.raises(RankError) as caught:
+        rig.start(0)
+    assert str(caught.value) == f"rank 1 (node2) ended: {words}"
+
+
 def test_other_reasons_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(tmp_path, monkeypatch, "exit 3")
     with pytest.raises(StartError, match="mpirun ended with exit code 3 before the first rank was connected"):

@@ -227,6 +227,29 @@ def test_as_many_slots_as_can_be_written(tmp_path: Path) -> None:
     assert hosts.count("a") == hosts.count("b") > 1000
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a\nb slots=x\n", ", line 2: slots must be a number, got x"),
+        ("node 1 slots=2\n", ", line 1: 'node 1 slots=2' is not a machine: write its name or address, as in"),
+        ("nodé..x\n", "'nodé..x' is not a machine"),
+        ("a:many\n", "'a:many' is not a machine"),
+        ("a,b\n", "'a,b' is not a machine"),
+        ("# nothing\n", "names no machines"),
+    ],
+)
+def test_lines_that_name_no_machine(text: str, why: str, tmp_path: Path) -> None:
+    (path := tmp_path / "hosts").write_text(text)
+    with pytest.raises(LaunchError) as caught:
+        hosts_of(path)
+    assert why in str(caught.value)
+
+
+def test_lines_that_name_a_machine(tmp_path: Path) -> None:
+    (path := tmp_path / "hosts").write_text("10.0.0.1 slots = 2 max_slots=4 # old\nb-2.local:1 user=me\nc_3\n")
+    assert hosts_of(path) == ["10.0.0.1", "10.0.0.1", "b-2.local", "c_3"]
+
+
 def test_all_machines_are_there(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = again(hostfile, set(), monkeypatch, "0.4,0.3,0.3")
     with job.hosts_in_file() as path:

@@ -288,6 +288,21 @@ def test_what_was_written_before_a_reload_is_kept(page: Page) -> None:
     expect(page.get_by_role("button", name="Continue")).to_be_visible()
 
 
+def test_a_message_waits_until_the_model_is_loaded(page: Page) -> None:
+    error = '{"status": "loading", "error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}'
+    urls = ("**/v1/chat/completions", "**/health")
+    for url in urls:
+        page.route(url, lambda route: route.fulfill(status=503, content_type="application/json", body=error))
+    with page.expect_response(urls[0]), page.expect_response(urls[1]):
+        send(page, "Tell me of a hen.")
+    with page.expect_response(urls[0]):
+        expect(page.locator(ANSWER)).to_have_attribute("aria-busy", "true")
+    for url in urls:
+        page.unroute(url)
+    wait_for_end(page)
+    expect(page.locator(f"{ANSWER} .status")).to_contain_text("24 tokens")
+
+
 def test_a_stream_that_breaks_is_gone_on_with(page: Page) -> None:
     chunk = '{"choices": [{"index": 0, "delta": {"content": "The wolf said"}, "finish_reason": null}]}'
     url = "**/v1/chat/completions"

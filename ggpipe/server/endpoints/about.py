@@ -107,7 +107,8 @@ class About:
             raise ApiError(501, "This server does not support metrics endpoint. Start it with `--metrics`")
         self._server.backend.measure()
         text = prometheus_client.generate_latest(metrics.registry(self._server.backend))
-        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+        headers = {"Process-Start-Time-Unix": f"{self._server.backend.began:.0f}"}  # as llama-server's
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST, headers=headers)
 
     async def slots(self, request: Request) -> Response:
         """`GET /slots`"""

@@ -64,7 +64,9 @@ class Texts:
         return (body.reasoning_format or self._server.config.reasoning_format) != "none"
 
     def _native_writer(self, body: GenerationBody, fields: Sequence[str] = ()) -> NativeWriter:
-        return NativeWriter(body, self._model, self._server.backend.slots.slot_of, fields)
+        about = self._server.backend.model
+        end_tokens = about.end_tokens if about is not None else ()
+        return NativeWriter(body, self._model, self._server.backend.slots.slot_of, fields, end_tokens)
 
     async def _answer_choices(self, request: Request, body: GenerationBody, writer: ChoiceWriter) -> Response:
         if self._server.verbose if body.verbose is None else body.verbose:

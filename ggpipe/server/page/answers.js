@@ -1,8 +1,10 @@
 // Answers that are being generated. They continue while another conversation is shown.
 
-import { ApiError, ask, events } from "./api.js";
+import { ApiError, ask, events, serverStatus } from "./api.js";
 import { addToCall, messages, originOf, write } from "./conversation.js";
 import { sampling } from "./settings.js";
+
+const LOADING_POLL_MS = 500;
 
 export class Answers {
   #running = new Map(); // by the node's id: how it is stopped, and what is known of it but for its text
@@ -54,7 +56,7 @@ export class Answers {
         return_progress: true,
         ...sampling(conversation.settings),
       };
-      const response = await ask("v1/chat/completions", { body, signal: run.controller.signal });
+      const response = await this.#asked(body, run);
       for await (const { data } of events(response)) {
         run.heard = performance.now();
         if (data === "[DONE]") break;
@@ -71,6 +73,19 @@ export class Answers {
     conversation.updated = Date.now();
     this.on.end(conversation, node);
     await this.on.save(conversation);
+  }
+
+  /** The response, once the model is loaded. */
+  async #asked(body, run) {
+    for (;;) {
+      try {
+        return await ask("v1/chat/completions", { body, signal: run.controller.signal });
+      } catch (error) {
+        if (error.status !== 503 || (await serverStatus()) !== "loading") throw error;
+      }
+      await new Promise((resolve) => setTimeout(resolve, LOADING_POLL_MS));
+      run.heard = performance.now();
+    }
   }
 
   #take(node, run, chunk) {

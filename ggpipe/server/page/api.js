@@ -43,6 +43,15 @@ export async function ask(path, { body, signal } = {}) {
   throw ApiError.of(object, response.status);
 }
 
+/** What the server is doing: "ok", "loading", "restarting" or "stopping"; null if it cannot be asked. */
+export async function serverStatus() {
+  try {
+    return (await (await fetch("health", { cache: "no-store" })).json()).status;
+  } catch {
+    return null;
+  }
+}
+
 /** A stream: `{data}` for each event, `{}` for each comment. Throws the same errors as `fetch` when it breaks. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
