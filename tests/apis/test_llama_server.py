@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import pytest
 
 from ggpipe.apis.decode import convert
@@ -79,7 +80,8 @@ def test_the_last_part_says_how_the_output_ended(finish: Finish, kind: str) -> N
 
 def test_a_forbidden_end_is_a_bias_of_all_end_tokens() -> None:
     own = output(Finish.LENGTH)
-    own = replace(own, spec=replace(own.spec, sampling=replace(own.spec.sampling, ignore_eos=True)))
+    sampling = replace(own.spec.sampling, ignore_eos=True)
+    own = replace(own, spec=msgspec.structs.replace(own.spec, sampling=sampling))
     body = convert(NativeBody, {"prompt": "a"})
     (last,) = NativeWriter(body, "m", lambda key: -1, end_tokens=(3, 6)).end(own)
     assert last["generation_settings"]["logit_bias"] == [

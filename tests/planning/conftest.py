@@ -9,7 +9,7 @@ import pytest
 from ggpipe.planning import evaluate
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def shorter_outputs(full: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not full:

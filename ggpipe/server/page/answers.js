@@ -77,11 +77,14 @@ export class Answers {
 
   /** The response, once the model is loaded. */
   async #asked(body, run) {
-    for (;;) {
+    for (let isLoaded = false; ; ) {
       try {
         return await ask("v1/chat/completions", { body, signal: run.controller.signal });
       } catch (error) {
-        if (error.status !== 503 || (await serverStatus()) !== "loading") throw error;
+        const status = error.status === 503 ? await serverStatus() : null;
+        // The model may have been loaded since the response: ask once more.
+        if (status !== "loading" && (status !== "ok" || isLoaded)) throw error;
+        isLoaded = status === "ok";
       }
       await new Promise((resolve) => setTimeout(resolve, LOADING_POLL_MS));
       run.heard = performance.now();
