@@ -53,7 +53,8 @@ class TokenReady(ChannelMessage, frozen=True):
 
 
 class RequestFigures(ChannelMessage, frozen=True, kw_only=True):
-    """What was measured since the request's last RequestFigures. Sent every 0.1 s, and before RequestEnded."""
+    """What was measured since the request's last RequestFigures. Sent every 0.1 s, before the first token, and before
+    RequestEnded."""
 
     request: int
     counters: Counters

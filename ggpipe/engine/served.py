@@ -6,7 +6,15 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from ggpipe.channel.events import ChannelMessage, Failure, RequestEnded, RequestFigures, RequestRefused, Sendable
+from ggpipe.channel.events import (
+    ChannelMessage,
+    Failure,
+    RequestEnded,
+    RequestFigures,
+    RequestRefused,
+    Sendable,
+    TokenReady,
+)
 from ggpipe.channel.front_end import FrontEnd
 from ggpipe.channel.link import framed
 from ggpipe.channel.messages import (
@@ -69,6 +77,8 @@ class _Server:
         self._session = session
         self._stats: dict[int, RequestStats] = {}
         """Statistics of requests that have not ended."""
+        self._tokenless: set[int] = set()
+        """Those of them that have no token yet."""
         self._figures_at = 0.0
 
     def step(self) -> None:
@@ -81,8 +91,12 @@ class _Server:
             if isinstance(event, RequestEnded):
                 stats = self._stats[event.request]
                 news.append(self._figures(event.request, stats, stats.counters))
+            elif isinstance(event, TokenReady) and event.request in self._tokenless:
+                self._tokenless.remove(event.request)
+                news.append(self._figures(event.request, self._stats[event.request]))
             if isinstance(event, RequestEnded | RequestRefused):
                 self._stats.pop(event.request, None)  # orders have none
+                self._tokenless.discard(event.request)
             news.append(event)
         if self._stats and time.monotonic() > self._figures_at + _FIGURES_S:
             self._figures_at = time.monotonic()
@@ -94,6 +108,7 @@ class _Server:
         match message:
             case SubmitRequest(number, spec):
                 stats = self._stats[number] = RequestStats()
+                self._tokenless.add(number)
                 self._session.engine.submit(number, spec, stats)
             case SavePrefix() | RestorePrefix() | ErasePrefix():
                 self._session.engine.order(message)
