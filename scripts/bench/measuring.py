@@ -20,10 +20,14 @@ ITERATIVE = SpeculationConfig(mode="iterative")
 
 
 def greedy(
-    prompt: tuple[int, ...], n: int, speculation: SpeculationConfig = ITERATIVE, cache_prompt: bool = False
+    prompt: tuple[int, ...],
+    n: int,
+    speculation: SpeculationConfig = ITERATIVE,
+    cache_prompt: bool = False,
+    grammar: str = "",
 ) -> RequestSpec:
-    """A request for exactly `n` tokens, the most likely ones."""
-    sampling = SamplingConfig(temp=0, ignore_eos=True)
+    """A request for exactly `n` tokens, the most likely ones (that `grammar` allows)."""
+    sampling = SamplingConfig(temp=0, ignore_eos=True, grammar=grammar)
     return RequestSpec(
         prompt=prompt, sampling=sampling, n_predict=n, speculation=speculation, cache_prompt=cache_prompt
     )

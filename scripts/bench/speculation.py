@@ -6,7 +6,8 @@ continues real text: it has the confidences and the rejections of a trained pair
 so each round compares them on the same machine at the same time. Tables show medians over the rounds; ratios are of one
 round.
 
-quotes  prompts that say a text twice, as far as the first words: what n-grams gain where the output is in the prompt
+quotes  prompts with a text that a grammar makes the target repeat, since the bundled model does not: what n-grams gain
+        where the output is in the prompt
 asleep  2, 4 and 8 target ranks and a draft rank whose stages sleep instead of computing: what scheduling, messages and
         cancellation gain where every rank has a machine of its own
 """
@@ -51,11 +52,13 @@ from ggpipe.stats.records import RequestStats
 from scripts.bench.measuring import ITERATIVE, greedy, middle, pin_rank, run_ranks
 from scripts.models.make_pair import Shape, make_pair
 
-N_CTX, N_PROMPT, N_QUOTED = 512, 128, 128
+N_CTX, N_PROMPT, N_STARTED = 512, 128, 16
 MOST_DRAFT_ROWS = 16
 """Rows of the draft's longest runs that are shown; longer ones are prompts."""
 SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project's folder
-TEXTS = tuple((Path(__file__).parents[2] / "prompts" / f"{name}.txt") for name in ("tale", "program", "chat"))
+PROMPTS = Path(__file__).parents[2] / "prompts"
+TEXTS = tuple(PROMPTS / f"{name}.txt" for name in ("tale", "program", "chat"))
+QUOTED = PROMPTS / "long.txt"
 SETTINGS = {
     "iterative": ITERATIVE,
     **{f"speculative --draft {n}": SpeculationConfig(mode="speculative", n_draft=n) for n in (1, 2, 3, 4, 7)},
@@ -163,19 +166,32 @@ def time_by_rows(stats: RequestStats, draft: bool) -> dict[int, list[float]]:
     return found
 
 
-def text_to_quote(session: Session) -> tuple[int, ...]:
-    """The start of a text and what the target adds: text that it is likely to repeat."""
-    start = session.vocab.tokenize(TEXTS[0].read_text())[: N_QUOTED // 4]
-    return (*start, *(token.id for token in session.stream(greedy(start, N_QUOTED))))
+def text_to_quote(session: Session, n: int) -> tuple[int, ...]:
+    """`n` tokens of a text and a newline: as the target divides them that is made to repeat them."""
+    text, newline = QUOTED.read_text(), session.vocab.tokenize("\n")
+    quoted: tuple[int, ...] = ()
+    said = session.vocab.tokenize(text)[:n]
+    for _ in range(16):
+        if said == quoted:
+            break
+        quoted = said
+        said = tuple(token.id for token in session.stream(greedy((*quoted, *newline), n, grammar=only(text))))
+    return (*quoted, *newline)
 
 
-def prompt_of(session: Session, i: int, texts: bool, quoted: tuple[int, ...]) -> tuple[int, ...]:
-    """Round i's prompt: a text to quote and its first tokens, one of TEXTS, or tokens at random."""
+def only(text: str) -> str:
+    """A grammar that allows this text and nothing else."""
+    return f"root ::= {json.dumps(text, ensure_ascii=False)}"
+
+
+def prompt_of(session: Session, i: int, texts: bool, quoted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    """Round i's prompt: a text to quote and its first tokens, one of TEXTS, or tokens at random. And the grammar."""
     if quoted:
-        return (*quoted, *quoted[: N_QUOTED // 8 + 8 * i])
+        n = N_STARTED + i
+        return (*quoted, *quoted[:n]), only(b"".join(session.detokenize(quoted[n:])).decode())
     if texts:
-        return session.vocab.tokenize(TEXTS[i % len(TEXTS)].read_text())
-    return tuple(300 + 7 * (k + 11 * i) % 700 for k in range(N_PROMPT))
+        return session.vocab.tokenize(TEXTS[i % len(TEXTS)].read_text()), ""
+    return tuple(300 + 7 * (k + 11 * i) % 700 for k in range(N_PROMPT)), ""
 
 
 def job(args: argparse.Namespace) -> int:
@@ -200,14 +216,15 @@ def job(args: argparse.Namespace) -> int:
 
     def head(ranks: Head) -> int:
         session = Session.load(ranks)
-        quoted = text_to_quote(session) if args.quotes else ()
+        quoted = text_to_quote(session, N_STARTED + args.rounds + args.n) if args.quotes else ()
         results: list[dict[str, Any]] = []
         for i in range(args.rounds + 1):
             settings = list(settings_named(args.settings).items())
             for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
                 stats = RequestStats()
-                prompt = prompt_of(session, i, args.texts, quoted)
-                tokens = [t.id for t in session.stream(greedy(prompt, args.n, speculation), stats)]
+                prompt, grammar = prompt_of(session, i, args.texts, quoted)
+                request = greedy(prompt, args.n, speculation, grammar=grammar)
+                tokens = [t.id for t in session.stream(request, stats)]
                 counters = stats.counters
                 results.append({
                     "round": i, "name": name, "text": tokens, "tps": stats.decode_tps, "ttft": stats.ttft_s,
