@@ -6,9 +6,8 @@ the longest run, and on the first rank the whole input embedding.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from ggpipe.cluster.model_shape import FLOAT_BYTES, ModelShape
 from ggpipe.core.layout import Layout, part_shares
@@ -38,10 +37,15 @@ class Memory:
     @property
     def total(self) -> float:
         """Bytes for all purposes."""
-        return float(sum(astuple(self)))
+        return float(self.weights + self.kv + self.compute + self.process)
 
     def __add__(self, other: Memory) -> Memory:
-        return Memory(*map(operator.add, astuple(self), astuple(other)))
+        return Memory(
+            self.weights + other.weights,
+            self.kv + other.kv,
+            self.compute + other.compute,
+            self.process + other.process,
+        )
 
 
 def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatch: int) -> Memory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ggpipe.config.layer_split import MAX_PARTS
 
@@ -63,6 +63,8 @@ class ModelShape:
     """The kind of its drafter, as in `core.drafters.registry`, where it is a draft model."""
     horizon: int | None = None
     """Of a draft head: see `core.drafters.base.HeadNeeds`. None: that of EAGLE-3 heads."""
+    _parts: dict[float, ModelShape] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Shapes of parts by share; a plan asks for the same few again and again."""
 
     @property
     def n_layer(self) -> int:
@@ -101,9 +103,11 @@ class ModelShape:
         compute buffers and recurrent states."""
         if share == 1:
             return self
+        if share in self._parts:
+            return self._parts[share]
         whole_bytes = self.layer_whole_bytes or (0,) * self.n_layer
         both = zip(self.layer_bytes, whole_bytes, strict=True)
-        return replace(
+        own = self._parts[share] = replace(
             self,
             layer_bytes=tuple(round(whole + share * (n - whole)) for n, whole in both),
             output_bytes=round(self.output_whole_bytes + share * (self.output_bytes - self.output_whole_bytes)),
@@ -112,6 +116,7 @@ class ModelShape:
             else self.layer_cell_bytes,
             layer_expert_bytes=tuple(round(share * n) for n in self.layer_expert_bytes),
         )
+        return own
 
     def cell_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of a token's KV cache in layers [a, b)."""

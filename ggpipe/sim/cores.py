@@ -83,13 +83,17 @@ class Cores:
                 if task.rate != 1.0:
                     self._set_rate(task, 1.0)
             return
-        cores = self._spread()
+        free = self._n - min(self._polling, self._n / 2)
+        cores = self._spread(free)
         busy = sum(cores)
         for task, own in zip(self._tasks, cores, strict=True):
-            others = self._n - own
-            crowding = (busy - own) / others if others > 0 else 0.0
-            share, most = own / task.threads, min((self._n - self._taken) / (task.team * task.threads), 1.0)
-            rate = share * (share / most) ** (task.team - 1) * (1 - (1 - self._crowd) * min(crowding, 1.0))
+            rate = share = own / task.threads
+            if task.team > 1:
+                rate *= (share / min(free / (task.team * task.threads), 1.0)) ** (task.team - 1)
+            if busy > own:
+                others = self._n - own
+                crowding = (busy - own) / others if others > 0 else 0.0
+                rate *= 1 - (1 - self._crowd) * min(crowding, 1.0)
             if rate != task.rate or task is new:
                 self._set_rate(task, rate)
 
@@ -98,14 +102,12 @@ class Cores:
         """Each thread has a core of its own."""
         return self._crowd == 1.0 and self._wanted + self._polling <= self._n
 
-    @property
-    def _taken(self) -> float:
-        return min(self._polling, self._n / 2)
-
-    def _spread(self) -> list[float]:
-        """Cores for each task: by weight, none more than its threads can use. Polls are short, so they come first."""
+    def _spread(self, free: float) -> list[float]:
+        """Cores for each task, of those that polls leave: by weight, none more than its threads can use."""
         wanted = [float(task.threads) for task in self._tasks]
-        cores, hungry, free = [0.0] * len(wanted), list(range(len(wanted))), self._n - self._taken
+        if len(wanted) == 1 or self._wanted <= free:
+            return [min(own, free) for own in wanted]
+        cores, hungry = [0.0] * len(wanted), list(range(len(wanted)))
         while hungry and free > 1e-12:
             weights = {i: self._tasks[i].weight * wanted[i] for i in hungry}
             unit = free / sum(weights.values())
