@@ -24,10 +24,15 @@ WIDE = Sizes(n_ctx=100_000)
 
 
 def checked(
-    own: VirtualCluster, requests: Sequence[SimulatedRequest], speculation: SpeculationConfig, sizes: Sizes = WIDE
+    own: VirtualCluster,
+    requests: Sequence[SimulatedRequest],
+    speculation: SpeculationConfig,
+    sizes: Sizes = WIDE,
+    each: bool = False,
 ) -> SimulationResult:
-    """Serve these requests. Whatever the times: each gets its whole text, in order of arrival, and totals add up."""
-    with watched() as seen:
+    """Serve these requests. Whatever the times: each gets its whole text, in order of arrival, and totals add up.
+    `each`: see `watched`."""
+    with watched(each) as seen:
         served = serve(own, requests, speculation, sizes)
     assert seen.schedulers[0].n_in_flight == 0
     for asked, stats in zip(requests, served.requests, strict=True):
@@ -251,4 +256,4 @@ def test_any_arrivals_are_served(
         arrival = replace(arrival, after=i - 1 if i and follows[i] else None)
         asked.append(SimulatedRequest(tokens(0.6, arrival.n_predict or 1, arrival.n_prompt or 1, i), arrival))
     longest = max(len(one.tokens.prompt) + len(one.tokens.output) for one in asked)
-    checked(own, asked, speculation, Sizes(longest + spare, 16, 8, n_requests=n_requests))
+    checked(own, asked, speculation, Sizes(longest + spare, 16, 8, n_requests=n_requests), each=True)

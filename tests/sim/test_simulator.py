@@ -275,7 +275,8 @@ def test_any_cluster_writes_the_text(
     own: object, speculation: SpeculationConfig, acceptance: float, n: int, n_prompt: int, seed: int, spare: int
 ) -> None:
     text = tokens(acceptance, n, n_prompt, seed)
-    stats = checked(own, text, speculation, Sizes(n_prompt + n + spare, 16, 8))  # type: ignore[arg-type]
+    sizes = Sizes(n_prompt + n + spare, 16, 8)
+    stats = checked(own, text, speculation, sizes, each=True)  # type: ignore[arg-type]
     events(stats, stats.ranks)
     if stats.decode_tps is not None:
         assert math.isfinite(stats.decode_tps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from unittest import mock
@@ -22,6 +23,7 @@ from ggpipe.sim.simulator import Sizes, simulate
 from ggpipe.sim.text import SimulatedTokens, SyntheticTokens
 from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualCluster, VirtualNode
 from ggpipe.stats.records import RequestStats
+from support import examples
 
 ITERATIVE, SPECULATIVE, ASYNC = (SpeculationConfig(mode=mode) for mode in ("iterative", "speculative", "async"))
 CHAINS = replace(ASYNC, policy="thresholds")
@@ -159,9 +161,10 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Watched]:
-    """The scheduler and the draft model as they are, seen at work, and valid after each event."""
-    seen = Watched()
+def watched(each: bool = False) -> Iterator[Watched]:
+    """The scheduler and the draft model as they are, seen at work. They are valid after each event with `each` or
+    --full, else after every seventh: to check them takes longer than to simulate them."""
+    seen, every, n_events = Watched(), 1 if each or examples.full else 7, itertools.count()
 
     class Seen(Scheduler):
         def handle(self, event: SchedulerEvent, now: float) -> list[SchedulerAction]:
@@ -170,14 +173,16 @@ def watched() -> Iterator[Watched]:
             if isinstance(event, RunEnded):
                 seen.ended.append(event.result.run)
             actions = super().handle(event, now)
-            self.validate()
+            if next(n_events) % every == 0:
+                self.validate()
             seen.submitted += [action.run.id for action in actions if isinstance(action, SubmitRun)]
             return actions
 
     class SeenDraft(DraftModel):
         def handle(self, event: DraftEvent, now: float) -> list[DraftAction]:
             actions = super().handle(event, now)
-            self.validate()
+            if next(n_events) % every == 0:
+                self.validate()
             return actions
 
     with (
@@ -188,10 +193,15 @@ def watched() -> Iterator[Watched]:
 
 
 def checked(
-    own: VirtualCluster, text: SimulatedTokens, speculation: SpeculationConfig, sizes: Sizes | None = None
+    own: VirtualCluster,
+    text: SimulatedTokens,
+    speculation: SpeculationConfig,
+    sizes: Sizes | None = None,
+    each: bool = False,
 ) -> RequestStats:
-    """Simulate all of the text. Whatever the times: it is all there, and every run ended exactly once."""
-    with watched() as seen:
+    """Simulate all of the text. Whatever the times: it is all there, and every run ended exactly once. `each`: see
+    `watched`."""
+    with watched(each) as seen:
         stats = simulate(own, text, speculation, len(text.output), sizes)
     (scheduler,) = seen.schedulers
     assert scheduler.n_in_flight == 0
