@@ -32,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     examples.full = config.getoption("full")
     config.addinivalue_line("markers", "pairwise: without --full, any two values of its parameters meet, but not all")
+    config.addinivalue_line("markers", "only_full: with --full only")
+    config.addinivalue_line("markers", "each_value: without --full, each value of its parameters is tested")
     if config.getoption("record_durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Stopwatch())
 
@@ -54,16 +56,18 @@ def full(pytestconfig: pytest.Config) -> bool:
 
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The combinations of parameters that `pairwise` tests do without."""
-    tests: defaultdict[str, list[tuple[pytest.Item, tuple[object, ...]]]] = defaultdict(list)
+    """The `only_full` tests, and the combinations of parameters that `pairwise` and `each_value` tests do without."""
+    left_out = {item for item in items if item.get_closest_marker("only_full") is not None}
+    tests: defaultdict[tuple[str, bool], list[tuple[pytest.Item, tuple[object, ...]]]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("pairwise") is not None:
-            assert isinstance(item, pytest.Function)
-            tests[item.nodeid.partition("[")[0]].append((item, tuple(item.callspec.params.values())))
-    return {
+        for marker, meet in (("pairwise", True), ("each_value", False)):
+            if item.get_closest_marker(marker) is not None:
+                assert isinstance(item, pytest.Function)
+                tests[item.nodeid.partition("[")[0], meet].append((item, tuple(item.callspec.params.values())))
+    return left_out | {
         item
-        for rows in tests.values()
-        for kept in [combinations([row for _, row in rows], full=False)]
+        for (_, meet), rows in tests.items()
+        for kept in [combinations([row for _, row in rows], full=False, meet=meet)]
         for item, row in rows
         if row not in kept
     }

@@ -18,7 +18,7 @@ from ggpipe.core.batching.payoff import Payoff
 from ggpipe.core.prefixes import SavePrefix
 from ggpipe.core.request import Limits, Request
 
-N_EXAMPLES = n_examples(70, 200)
+N_EXAMPLES = n_examples(40, 200)
 NARROW = Scenario(
     Limits(
         n_ctx=50, n_batch=12, n_ubatch=2, n_in_flight=1, n_seq=5, n_requests=3, n_prefixes=1, partial_prefixes=False,

@@ -98,6 +98,7 @@ def serve(engine: Session, speculation: SpeculationConfig, cases: Sequence[int])
     return [found[request.id] for request in requests]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize(("n_ranks", "n_draft_ranks"), [(1, 0), (2, 1), (3, 1)])
 def test_texts_beside_others(n_ranks: int, n_draft_ranks: int, drafts: str) -> None:

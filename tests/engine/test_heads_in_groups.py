@@ -97,6 +97,7 @@ def test_dflash(split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     check(split, TARGET, head, "dflash", dflash.PlainDFlash(TARGET, head).drafts, prompt(), monkeypatch)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", ["glm4moe", "deepseek2", "qwen35"])
 def test_mtp(name: str, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

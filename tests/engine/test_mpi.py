@@ -23,46 +23,48 @@ def on_one_rank(*sampling: object) -> str:
     return in_process.output(*GREEDY, "--exact", *sampling)
 
 
+HEAD_WITHOUT_LAYERS = ("--mpi-layer-split", "0,0.5,0.5")
+
+
 @pytest.mark.parametrize(
-    ("sampling", "ranks"),
-    [((), (2,)), (("--temp", 0.8, "-s", 5), (3,)), (("--temp", 0.8, "--top-k", 0, "-s", 5), (4,))],
+    ("sampling", "split"),
+    [
+        ((), SPLITS[2]),
+        (("--temp", 0.8, "-s", 5), HEAD_WITHOUT_LAYERS),
+        (("--temp", 0.8, "--top-k", 0, "-s", 5), SPLITS[4]),
+    ],
 )
-def test_the_same_text_on_one_to_four_ranks(sampling: tuple[object, ...], ranks: tuple[int, ...], full: bool) -> None:
+def test_the_same_text_on_any_number_of_ranks(
+    sampling: tuple[object, ...], split: tuple[object, ...], full: bool
+) -> None:
     """Without `full`, one split for each sampling: ranks in one process write them all, in test_exact.py."""
     assert len(on_one_rank(*sampling)) > 100
-    for n in (2, 3, 4) if full else ranks:
-        assert output(*GREEDY, "--exact", *sampling, *SPLITS[n]) == on_one_rank(*sampling), n
+    for each in (SPLITS[2], HEAD_WITHOUT_LAYERS, SPLITS[3], SPLITS[4]) if full else (split,):
+        assert output(*GREEDY, "--exact", *sampling, *each) == on_one_rank(*sampling), each
 
 
 def test_under_a_users_mpirun() -> None:
-    result = mpirun(3, *GREEDY, "--exact")
+    result = mpirun(2, *GREEDY, "--exact")
     assert result.returncode == 0, result.stderr
     assert result.stdout == on_one_rank()
     assert "\x1b" not in result.stderr  # no terminal, no control codes
     assert "decode" in result.stderr
 
 
-def test_a_head_without_layers() -> None:
-    result = ggpipe(*GREEDY, "--exact", "--mpi-layer-split", "0,0.5,0.5")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == on_one_rank()
+LONG = ("generate", "-m", TARGET, "-f", "prompts/long.txt", "-n", 20, "-c", 1024, "-t", 1, "--temp", 0, "--exact")
 
 
-def test_a_prompt_of_many_chunks() -> None:
-    long = ("generate", "-m", TARGET, "-f", "prompts/long.txt", "-n", 20, "-c", 1024, "-t", 1, "--temp", 0, "--exact")
-    assert output(*long, "-ub", 32, *SPLITS[3]) == in_process.output(*long)
-
-
-def test_threads_of_each_rank_and_load_modes(tmp_path: Path) -> None:
+def test_threads_of_each_rank_and_load_modes_and_a_prompt_of_many_chunks() -> None:
+    expected = in_process.output(*LONG)
     several = ("-t", "1,2,1", "-tb", "2", "--no-mmap", "--no-repack", "--numa")
     for start, extra in ((ggpipe, several), (in_process.ggpipe_on_threads, ("-lm", "dio"))):
-        result = start(*GREEDY, "--exact", *SPLITS[3], *extra)
-        assert (result.returncode, result.stdout) == (0, on_one_rank()), (extra, result.stderr)
+        result = start(*LONG, "-ub", 32, *SPLITS[3], *extra)
+        assert (result.returncode, result.stdout) == (0, expected), (extra, result.stderr)
 
 
 def test_measurements(tmp_path: Path) -> None:
     csv, out = tmp_path / "results.csv", tmp_path / "all.json"
-    for start, split in ((in_process.ggpipe, ()), (ggpipe, SPLITS[3])):
+    for start, split in ((in_process.ggpipe, ()), (in_process.ggpipe_on_threads, SPLITS[3])):
         result = start(*GREEDY, "--csv", csv, "--json", out, *split)
         assert result.returncode == 0, result.stderr
     lines = csv.read_text().splitlines()

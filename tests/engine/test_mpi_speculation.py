@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,27 +20,31 @@ from ggpipe.llama.bundled import BUNDLED_HEAD
 DRAFT = TARGET.with_name("tales-draft.gguf")
 PAIR = ("generate", "-m", TARGET, "-md", DRAFT, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1)
 ITERATIVE = ("--mode", "iterative")
+Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
 SAMPLINGS = (("--temp", 0), ("--temp", 0.8, "-s", 5), ("--temp", 0.8, "--top-k", 0, "-s", 5))
 LAYOUTS = (
-    ("--mpi-layer-split", "1.0/1.0"),
     ("--mpi-layer-split", "0.5,0.5"),  # the draft inside the head
     ("--mpi-layer-split", "0,0.5,0.5/0.5,0.5", "--draft", 3),
-    ("--mpi-layer-split", "0.5,0.5/1.0", "--mode", "speculative", "--spec-draft-n-max", 4),
     ("--mpi-layer-split", "0.5,0.5/1.0", "--no-cancel", "-t", "1,1,2"),
+    ("--mpi-layer-split", "1.0/1.0"),
+    ("--mpi-layer-split", "0.5,0.5/1.0", "--mode", "speculative", "--spec-draft-n-max", 4),
     ("--mpi-layer-split", "0.5,0.5/1.0", "--spec-type", "draft,ngram"),
 )
 
 
 @pytest.mark.parametrize("number", range(len(SAMPLINGS)))
 def test_the_same_text_everywhere(number: int, full: bool) -> None:
-    """Without `full`, each layout with one sampling: ranks in one process write them all, in test_speculation.py."""
+    """Without `full`, each layout with one sampling, and the last three of them on threads: ranks in one process write
+    them all, in test_speculation.py."""
     exact = (*PAIR, "--exact", *SAMPLINGS[number])
     expected = in_process.output(*exact, *ITERATIVE)
     assert len(expected) > 100
-    for arguments in LAYOUTS if full else LAYOUTS[number :: len(SAMPLINGS)]:
-        result = ggpipe(*exact, *arguments)
+    own, on_threads = LAYOUTS[number :: len(SAMPLINGS)]
+    starts = [(ggpipe, each) for each in (LAYOUTS if full else (own,))]
+    for start, arguments in (*starts, (in_process.ggpipe_on_threads, on_threads)):
+        result = start(*exact, *arguments)
         assert (result.returncode, result.stdout) == (0, expected), (arguments, result.stderr)
 
 
@@ -47,7 +53,7 @@ def test_drafting_without_a_draft_model(mode: str, tmp_path: Path) -> None:
     prompt, grammar = "One two three four five six.", 'root ::= (" One two three four five six.")+'
     arguments = ("generate", "-m", TARGET, "-p", prompt, "-n", 90, "-c", 512, "-t", 1, "--exact", "--grammar", grammar)
     greedy, out = ("--temp", 0, "--ignore-eos"), tmp_path / "all.json"
-    result = ggpipe(
+    result = in_process.ggpipe_on_threads(
         *arguments, *greedy, "--mpi-layer-split", "0.5,0.5", "--mode", mode, "--spec-type", "ngram", "--json", out
     )
     assert (result.returncode, result.stdout) == (0, in_process.output(*arguments, *greedy)), result.stderr
@@ -88,7 +94,7 @@ def test_two_draft_models(tmp_path: Path) -> None:
     """Each on a rank of its own; the second one is the target itself."""
     out, trace = tmp_path / "all.json", tmp_path / "trace.json"
     split = ("-md", TARGET, "--mpi-layer-split", "0.5,0.5/1.0/1.0")
-    result = ggpipe(*PAIR, *split, "--temp", 0, "--exact", "--json", out, "--trace", trace)
+    result = in_process.ggpipe_on_threads(*PAIR, *split, "--temp", 0, "--exact", "--json", out, "--trace", trace)
     assert result.returncode == 0, result.stderr
     content = json.loads(out.read_text())
     assert [rank["model"] for rank in content["ranks"]] == [0, 0, 1, 2]
@@ -100,7 +106,9 @@ def test_two_draft_models(tmp_path: Path) -> None:
     assert result.stdout == in_process.output(*PAIR, "--temp", 0, "--exact")
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, marks=pytest.mark.only_full), pytest.param(1, marks=pytest.mark.only_full), 2]
+)
 def test_a_killed_rank_ends_the_job(rank: int) -> None:
     job = Endless(f"kill-draft{rank}", "-md", DRAFT, "--mpi-layer-split", "0.5,0.5/1.0")
     os.kill(job.ranks[rank], signal.SIGKILL)
@@ -127,12 +135,12 @@ def test_a_draft_model_that_cannot_take_tokens_back(tmp_path: Path) -> None:
     assert result.stderr.count("cannot roll back") == 1  # the draft model; the target takes n-grams back
 
 
-@pytest.mark.parametrize("split", ["0.4,0.3,0.3/1.0", "0.5,0.5"])
-def test_an_eagle3_head(split: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("start", "split"), [(ggpipe, "0.4,0.3,0.3/1.0"), (in_process.ggpipe_on_threads, "0.5,0.5")])
+def test_an_eagle3_head(start: Start, split: str, tmp_path: Path) -> None:
     """On a rank of its own, and inside the first one's process: states come from the ranks that compute them."""
     exact = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1, "--exact", "--temp", 0)
     head, out = ("-md", BUNDLED_HEAD, "--spec-type", "draft-eagle3", "--mode", "speculative"), tmp_path / "all.json"
-    result = ggpipe(*exact, *head, "--mpi-layer-split", split, "--json", out)
+    result = start(*exact, *head, "--mpi-layer-split", split, "--json", out)
     assert (result.returncode, result.stdout) == (0, in_process.output(*exact)), result.stderr
     (drafter,) = json.loads(out.read_text())["drafters"]
     assert drafter["drafter"] == "eagle3"
@@ -143,7 +151,7 @@ def test_a_dflash_head(tmp_path: Path) -> None:
     head = dflash.write(tmp_path / "head.gguf", TARGET, follows=[*prompt(), *plain(GREEDY, prompt())])
     exact = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 30, "-c", 512, "-t", 1, "--exact", "--temp", 0)
     out, own = tmp_path / "all.json", ("-md", head, "--spec-type", "draft-dflash", "--mode", "speculative")
-    result = ggpipe(*exact, *own, "--mpi-layer-split", "0.5,0.5/1.0", "--json", out)
+    result = in_process.ggpipe_on_threads(*exact, *own, "--mpi-layer-split", "0.5,0.5/1.0", "--json", out)
     assert (result.returncode, result.stdout) == (0, in_process.output(*exact)), result.stderr
     (drafter,) = json.loads(out.read_text())["drafters"]
     assert drafter["drafter"] == "dflash"

@@ -110,15 +110,17 @@ class Restarted:
             self._errors.append(data)
 
 
-@pytest.mark.parametrize(("rank", "split"), [(0, SPLITS[3]), (1, SPLITS[3]), (2, DRAFTING)])
-def test_a_killed_rank(rank: int, split: tuple[object, ...]) -> None:
-    with Restarted(f"kill{rank}", *split, "--restart", 1) as job:
-        os.kill(job.writes(300)[rank], signal.SIGKILL)
+def test_killed_ranks() -> None:
+    """The head, another rank of the target, and the draft's, one after the other."""
+    with Restarted("kill", *DRAFTING, "--restart", 3) as job:
+        for rank in (0, 1, 2):
+            os.kill(job.writes(200)[rank], signal.SIGKILL)
         assert job.ends() == 0, job.stderr
         assert job.text == undisturbed()
-        (line,) = job.lines()
-        assert names_killed(rank, line)
-        assert line.endswith("; starting the ranks again (1 of 1)")
+        for rank, line in enumerate(job.lines()):
+            assert names_killed(rank, line)
+            assert line.endswith(f"; starting the ranks again ({rank + 1} of 3)")
+        assert len(job.lines()) == 3
 
 
 def test_a_stopped_rank() -> None:

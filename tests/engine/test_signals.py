@@ -10,13 +10,15 @@ import pytest
 from support.commands import HANG_S
 
 BUSY = """
-import hashlib
+import ctypes
 import threading
 from ggpipe.engine.signals import Signals
 
 Signals({rank}, has_user=False).connected(None)
 threading.Timer(0.5, print, ("ready",), {{"flush": True}}).start()
-hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # many minutes, without the interpreter's lock
+own, native = ctypes.create_string_buffer(64), ctypes.CDLL(None)  # a free pthread_mutex_t
+for _ in range(2):
+    native.pthread_mutex_lock(own)  # the second time it never returns; the interpreter's lock is free
 """
 
 

@@ -114,6 +114,7 @@ def check(path: Path, cuts: Sequence[int], cells: KvType, n_vocab: int, seed: in
     assert not differ, f"{len(differ)} of {len(company.found)} rows differ"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fast", [False, True], ids=["ggml", "fast"])
 @pytest.mark.parametrize("name", ZOO)
 def test_architectures(name: str, fast: bool, folder: Path) -> None:

@@ -59,7 +59,7 @@ def logits(
     return np.concatenate(rows)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("fast", [False, True], ids=["ggml", "fast"])
 @pytest.mark.parametrize("repack", [True, False])
 @pytest.mark.parametrize("ftype", TYPES)

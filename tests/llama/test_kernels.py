@@ -15,6 +15,8 @@ from ggpipe.llama.libllama import native
 REPACKED = (Type.Q4_0, Type.Q4_K, Type.IQ4_NL, Type.MXFP4)
 """Types that ggml repacks on any CPU with AVX2."""
 PLAIN = (Type.Q8_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q3_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS)
+OF_EACH_KIND = (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q3_K, Type.Q2_K)
+"""Blocks of 32 and of 256 numbers, plain and repacked, and sums of pairs."""
 AVX2 = ["avx2"]
 AVX_VNNI = ["avx2", "avx_vnni"]  # Intel Core since the 12th generation
 AVX512 = ["avx2", "avx512"]  # Intel Skylake-SP
@@ -73,16 +75,19 @@ def _compiler_knows_avx_vnni() -> bool:
     not {"AVX2", "FMA", "F16C"} <= set(machine.cpu_features()) or not shutil.which("c++"),
     reason="needs a CPU with AVX2, and a C++ compiler",
 )
-def test_avx_vnni_gives_the_bits_of_avx2(tmp_path: Path) -> None:
-    """For all types, for numbers at random and for the highest sums; also where a CPU lacks AVX-VNNI's instructions."""
+def test_avx_vnni_gives_the_bits_of_avx2(tmp_path: Path, full: bool) -> None:
+    """For numbers at random and for the highest sums; also where a CPU lacks AVX-VNNI's instructions. Without `full`,
+    for one type of each kind of kernel."""
     spec = find_spec("llama_cpp")
     assert spec
     assert spec.submodule_search_locations
     ggml = Path(spec.submodule_search_locations[0]).parent / "include"
     sources = [ROOT / "tests" / "llama" / "kernels.cpp", ROOT / "native" / "avx2.cpp"]
-    flags = ["-std=c++17", "-O1", "-Wno-psabi", f"-I{ROOT / 'native'}", f"-I{ggml}"]
+    flags = ["-std=c++17", "-Og", "-Wno-psabi", f"-I{ROOT / 'native'}", f"-I{ggml}"]
+    kinds = [*REPACKED, *PLAIN, Type.Q2_K] if full else OF_EACH_KIND
+    flags.append(f"-DGGPIPE_FOR_FORMATS(DO)={' '.join(f'DO({kind.name})' for kind in kinds)}")
     subprocess.run(["c++", *flags, *sources, "-o", tmp_path / "kernels"], check=True, timeout=HANG_S)
     done = subprocess.run([tmp_path / "kernels"], capture_output=True, text=True, check=True, timeout=HANG_S)
     lines = done.stdout.splitlines()
-    assert len(lines) == len(REPACKED) + len(PLAIN) + 1
+    assert len(lines) == len(kinds)
     assert [line for line in lines if not line.endswith(": equal")] == []

@@ -35,6 +35,14 @@ def test_values_that_cannot_be_hashed() -> None:
     assert combinations([({}, 1), ({}, 1)], full=False) == [({}, 1)]
 
 
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=1, max_size=40))
+def test_each_value_is_left(rows: list[Row]) -> None:
+    chosen = combinations(rows, full=False, meet=False)
+    assert {cell for row in chosen for cell in enumerate(row)} == {cell for row in rows for cell in enumerate(row)}
+    assert len(chosen) <= sum(len(set(column)) for column in zip(*rows, strict=True))
+    assert combinations(rows, full=True, meet=False) == rows
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("a", range(3))
 @pytest.mark.parametrize("b", range(3))
@@ -43,6 +51,22 @@ def test_marked(a: int, b: int, c: int) -> None:
     """For the next one."""
 
 
-def test_a_marked_test_has_fewer_combinations(request: pytest.FixtureRequest, full: bool) -> None:
-    names = [item.name for item in request.session.items if item.name.startswith("test_marked[")]
-    assert len(names) in (0, 27 if full else 9)  # 0: nobody asked for it
+@pytest.mark.each_value
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(2))
+def test_marked_once(a: int, b: int) -> None:
+    """For the next one."""
+
+
+@pytest.mark.only_full
+def test_marked_full() -> None:
+    """For the next one."""
+
+
+def test_marked_tests_have_fewer_combinations(request: pytest.FixtureRequest, full: bool) -> None:
+    def n(start: str) -> int:
+        return sum(item.name.startswith(start) for item in request.session.items)
+
+    assert n("test_marked[") in (0, 27 if full else 9)  # 0: nobody asked for it
+    assert n("test_marked_once[") in (0, 6 if full else 3)
+    assert n("test_marked_full") in (0, 1 if full else 0)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ggpipe.llama.layer_inputs import LastStates
 from ggpipe.llama.libllama import lib, start
-from support.architectures import WIDTH, write
+from support.architectures import SMALL, write
 from support.eagle3 import States, Whole
 from support.reference import reference_kernels
 from support.zoo import N_VOCAB_TEST, weights_of
@@ -29,7 +29,7 @@ def agreeing(name: str, path: Path, n_layer: int = 2) -> Path:
 
     def change(tensor: str, data: NDArray[np.float32]) -> NDArray[np.float32]:
         if tensor.endswith("eh_proj.weight"):
-            return np.eye(WIDTH, 2 * WIDTH, dtype=np.float32).reshape(-1)  # the token's half
+            return np.eye(SMALL.width, 2 * SMALL.width, dtype=np.float32).reshape(-1)  # the token's half
         if tensor.endswith((".nextn.shared_head_norm.weight", ".nextn.enorm.weight", "output_norm.weight")):
             return np.ones_like(data)
         for part, same in (("shared_head_head", "output.weight"), ("nextn.embed_tokens", "token_embd.weight")):
@@ -39,7 +39,7 @@ def agreeing(name: str, path: Path, n_layer: int = 2) -> Path:
             return data * np.float32(0 if tensor.startswith(own) else 0.05)
         return data
 
-    return write(name, path, _SEED, n_layer=n_layer, n_mtp=1, change=change)
+    return write(name, path, _SEED, n_layer=n_layer, n_mtp=1, sizes=SMALL, change=change)
 
 
 class PlainMtp:

@@ -1,8 +1,8 @@
-"""Checks the MTP layers of one architecture: `python -m support.mtp_check NAME FOLDER`.
+"""Checks the MTP layers of architectures: `python -m support.mtp_check FOLDER NAME:NUMBER...`.
 
-NAME: of `support.architectures`, whose model is written into FOLDER. What is checked: a target gives the same logits
-whether or not its last states are kept, on one rank and on two, and the same states; the MTP layers draft what
-llama.cpp's own order of calls drafts on the same file.
+NAME: of `support.architectures`, whose model, with this number of MTP layers, is written into FOLDER. What is checked:
+a target gives the same logits whether or not its last states are kept, on one rank and on two, and the same states; the
+MTP layers draft what llama.cpp's own order of calls drafts on the same file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ggpipe.llama import mtp
 from ggpipe.llama.eagle3 import States, TargetStates
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
-from support.architectures import write
+from support.architectures import SMALL, write
 from support.mtp import PlainMtp
 from support.reference import Logits
 
@@ -72,7 +72,7 @@ def _drafts(stage: mtp.MtpStage, last: int) -> list[int]:
 
 def check(name: str, path: Path, n_mtp: int) -> None:
     """Raises AssertionError."""
-    file = ModelFile.open(write(name, path, n_mtp=n_mtp))
+    file = ModelFile.open(write(name, path, n_mtp=n_mtp, sizes=SMALL))
     mtp.check(file)
     wanted = mtp.needs_of(file).layers
     for exact in (True, False):
@@ -92,4 +92,7 @@ def check(name: str, path: Path, n_mtp: int) -> None:
 
 
 if __name__ == "__main__":
-    check(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    for each in sys.argv[2:]:
+        name, n_mtp = each.split(":")
+        print(name, file=sys.stderr)
+        check(name, Path(sys.argv[1], f"{name}.gguf"), int(n_mtp))

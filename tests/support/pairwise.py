@@ -1,4 +1,5 @@
-"""Products of parameters, thinned: any two values of two parameters meet, but not all combinations are left.
+"""Products of parameters, thinned: any two values of two parameters meet, or each value is there, but not all
+combinations are left.
 
 Most mistakes that need several settings need two (Kuhn, Wallace and Gallo, "Software fault interactions and
 implications for software testing", 2004). `scripts/test --full` runs all combinations.
@@ -16,8 +17,9 @@ Cell = tuple[int, int]
 """A column, and the number of a value in it."""
 
 
-def combinations(rows: Iterable[Row], full: bool) -> list[Row]:
+def combinations(rows: Iterable[Row], full: bool, meet: bool = True) -> list[Row]:
     """All rows, or with `full` False enough of them, in their order: values that meet in any row still meet in one.
+    Without `meet`, each value is still in one, but any two need not meet.
 
     Values are compared with `==`. The same rows lead to the same choice.
     """
@@ -25,7 +27,7 @@ def combinations(rows: Iterable[Row], full: bool) -> list[Row]:
     if full:
         return rows
     cells = [tuple(enumerate(numbers)) for numbers in zip(*map(_numbers, zip(*rows, strict=True)), strict=True)]
-    pairs = [_pairs(row) for row in cells]
+    pairs = [_pairs(row) if meet else {(cell, cell) for cell in row} for row in cells]
     missing = set[tuple[Cell, Cell]]().union(*pairs)
     uses: Counter[Cell] = Counter()
     chosen = set()

@@ -1,4 +1,4 @@
-"""Checks that a model's draft tokens are taken back without a trace: `python -m support.state_check NAME FOLDER`.
+"""Checks that models' draft tokens are taken back without a trace: `python -m support.state_check FOLDER NAME...`.
 
 NAME: an architecture of `support.architectures`, whose model is written into FOLDER.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from ggpipe.config.context import ContextConfig
 from ggpipe.core.messages import KvKind, KvOp
 from ggpipe.errors import IndivisibleModelError
-from support.architectures import write
+from support.architectures import SMALL, write
 from support.pipeline import Pipeline
 from support.reference import Logits, run_of
 
@@ -50,9 +50,9 @@ def _check(path: Path, cuts: tuple[int, ...]) -> None:
         np.testing.assert_allclose(plain, single, rtol=0, atol=0 if exact else 0.01 * single.std())
 
 
-def check_all(name: str, folder: str) -> None:
+def check_all(name: str, folder: Path) -> None:
     """One rank, and two where the model can be divided."""
-    path = write(name, Path(folder) / f"{name}.gguf")
+    path = write(name, folder / f"{name}.gguf", sizes=SMALL)
     _check(path, ())
     try:
         with Pipeline(path, (1,)):
@@ -63,4 +63,6 @@ def check_all(name: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    check_all(sys.argv[1], sys.argv[2])
+    for name in sys.argv[2:]:
+        print(name, file=sys.stderr)
+        check_all(name, Path(sys.argv[1]))
