@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import doctest
 import functools
+import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ CHAT = sorted({line for line in commands("README.md", "docs/chat.md") if "ggpipe
 FROM_HUB = sorted({line for line in commands("README.md", "docs/models.md") if "chat -hf " in line})
 
 
-def put_in(words: list[str], places: dict[str, Path]) -> list[str]:
+def put_in(words: list[str], places: Mapping[str, object]) -> list[str]:
     """Words of a command line; values of these flags are replaced."""
     return [str(places.get(before, word)) for before, word in zip(["", *words], words, strict=False)]
 
@@ -86,6 +87,14 @@ def hosts_for_three(folder: Path) -> Path:
     is_hydra = "--map-by" not in mpirun.mpirun_command(mpirun.find_mpirun(), 1, None, ())
     (folder / "hosts").write_text("localhost:3\n" if is_hydra else "localhost slots=3\n")
     return folder / "hosts"
+
+
+def of_one_prompt(receipt: Path, folder: Path) -> Path:
+    """The same receipt, with the runs of its first prompt alone."""
+    content = json.loads(receipt.read_text())
+    content["runs"] = [run for run in content["runs"] if run["prompt"] == content["runs"][0]["prompt"]]
+    (folder / receipt.name).write_text(json.dumps(content))
+    return folder / receipt.name
 
 
 def test_the_readme_starts_with_two_commands() -> None:
@@ -169,7 +178,10 @@ def test_the_tools(tmp_path: Path, full: bool) -> None:
         dict.fromkeys(TOOLS), key=lambda line: "profile.json -m" in line
     )  # the profile comes before who reads it
     for command in order:
-        words = put_in(shlex.split(command)[1:], places)
+        words = shlex.split(command)[1:]
+        if "--against" in words and not full:
+            places["--against"] = of_one_prompt(ROOT / words[words.index("--against") + 1], tmp_path)
+        words = put_in(words, places)
         files = {w for before, w in zip(["", *words], words, strict=False) if before in written} | {"profile.json"}
         words = [str(tmp_path / word) if word in files else word for word in words]
         own = (wanted[words[0]] for flag, wanted in several.items() if flag in words and words[0] in wanted)
@@ -178,13 +190,15 @@ def test_the_tools(tmp_path: Path, full: bool) -> None:
         assert result.returncode == 0, (command, result.stderr)
 
 
-def test_the_tutorial(tmp_path: Path) -> None:
-    """Its commands run as they stand, one after the other, in a folder of its own."""
+def test_the_tutorial(tmp_path: Path, full: bool) -> None:
+    """Its commands run as they stand, one after the other, in a folder of its own. Without --full, they measure for a
+    second."""
     (tmp_path / "prompts").symlink_to(ROOT / "prompts")
     (tmp_path / "ggpipe").mkdir()
     (tmp_path / "ggpipe" / "models").symlink_to(ROOT / "ggpipe" / "models")
     for command in TUTORIAL:
-        result = run(*shlex.split(command)[1:], cwd=tmp_path)
+        words = shlex.split(command)[1:]
+        result = run(*(words if full else put_in(words, {"--seconds": 1})), cwd=tmp_path)
         assert result.returncode == 0, (command, result.stderr)
     texts = re.findall(r"^ - \"I am.*$", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
     assert len(set(texts)) == 1, "every split and mode writes the same text, and so does the tutorial"

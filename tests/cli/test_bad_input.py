@@ -6,13 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import commands
+from support import commands, examples
 from support.commands import ROOT, SPLITS, TARGET, mpirun
 from support.in_process import ggpipe, ggpipe_on_threads
 from support.zoo import FURTHER, ZOO, ZooModel, make
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 RANKS = (1, 2, 3)
+PROCESSES = RANKS if examples.full else (1, 3)
+"""Numbers of ranks that are processes."""
 
 
 def fails(result: object, *words: str) -> None:
@@ -48,7 +50,7 @@ def test_truncated_gguf(n: int, size: int, tmp_path: Path) -> None:
     fails(ggpipe_on_threads("generate", "-m", path, "-p", "x", *SPLITS[n]), "truncated", "copy it again")
 
 
-@pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize("n", PROCESSES)
 def test_mistakes_that_ranks_find_end_processes_too(n: int, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(TARGET.read_bytes()[:500_000])
@@ -109,7 +111,7 @@ def test_bad_option_under_mpirun() -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", PROCESSES[1:])
 def test_different_models_on_different_ranks(n: int, tmp_path: Path) -> None:
     """Every machine has a file of that name; the last one's is another model."""
     for rank in range(n):

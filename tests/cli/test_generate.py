@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import signal
 import struct
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support import in_process
+from support import examples, in_process
 from support.commands import HANG_S, ROOT, SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of, wait_for
 
 from ggpipe.launch.environment import CHANNEL_VARIABLES
@@ -48,8 +49,14 @@ def test_a_reader_who_leaves_before_the_text(n: int, tmp_path: Path) -> None:
     assert "stopped" in result.stderr
 
 
-@pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("n", "number"),
+    [
+        (n, number)
+        for n, number in itertools.product(RANKS, (signal.SIGINT, signal.SIGTERM))
+        if examples.full or (n == 1) == (number == signal.SIGTERM)
+    ],
+)
 def test_a_reader_who_does_not_read(n: int, number: signal.Signals) -> None:
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 8192)
