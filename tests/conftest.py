@@ -15,7 +15,7 @@ from support.pairwise import combinations
 # Threads of libllama that wait for each other sleep: all tests together have more threads than there are cores, and a
 # thread that spins keeps the one that it waits for from its core. Before libllama is loaded, and for child processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in the program
 
 # How long an example takes says how busy the machine is. (The profile `ci` has this already.)
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

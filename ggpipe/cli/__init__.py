@@ -15,7 +15,7 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: 0, 1 after a failure, 2 after a user's mistake (with a one-line message)."""
-    # ggpipe multiplies nothing with NumPy, whose OpenBLAS would start a thread for each core, in each rank.
+    # NumPy's OpenBLAS would start a thread per core in every process, and ggpipe multiplies no matrices with NumPy.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until a command handles Ctrl-C, let it end the process: the import machinery would lose a KeyboardInterrupt.

@@ -83,7 +83,7 @@ class Cores:
                 if task.rate != 1.0:
                     self._set_rate(task, 1.0)
             return
-        free = self._n - min(self._polling, self._n / 2)
+        free = self._n - min(self._polling, self._n / 2)  # polls are short, so they come first
         cores = self._spread(free)
         busy = sum(cores)
         for task, own in zip(self._tasks, cores, strict=True):

@@ -26,7 +26,7 @@ def greedy(
     cache_prompt: bool = False,
     grammar: str = "",
 ) -> RequestSpec:
-    """A request for exactly `n` tokens, the most likely ones (that `grammar` allows)."""
+    """A request for exactly `n` tokens, the most likely ones. `grammar`: in GBNF, which they match; empty: any."""
     sampling = SamplingConfig(temp=0, ignore_eos=True, grammar=grammar)
     return RequestSpec(
         prompt=prompt, sampling=sampling, n_predict=n, speculation=speculation, cache_prompt=cache_prompt

@@ -6,8 +6,8 @@ continues real text: it has the confidences and the rejections of a trained pair
 so each round compares them on the same machine at the same time. Tables show medians over the rounds; ratios are of one
 round.
 
-quotes  prompts with a text that a grammar makes the target repeat, since the bundled model does not: what n-grams gain
-        where the output is in the prompt
+quotes  what n-grams gain where the output copies the prompt. The bundled model was not trained to copy, so a grammar
+        forces its output, in all modes
 asleep  2, 4 and 8 target ranks and a draft rank whose stages sleep instead of computing: what scheduling, messages and
         cancellation gain where every rank has a machine of its own
 """
@@ -59,6 +59,7 @@ SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project
 PROMPTS = Path(__file__).parents[2] / "prompts"
 TEXTS = tuple(PROMPTS / f"{name}.txt" for name in ("tale", "program", "chat"))
 QUOTED = PROMPTS / "long.txt"
+_MOST_REPEATS = 16
 SETTINGS = {
     "iterative": ITERATIVE,
     **{f"speculative --draft {n}": SpeculationConfig(mode="speculative", n_draft=n) for n in (1, 2, 3, 4, 7)},
@@ -167,16 +168,20 @@ def time_by_rows(stats: RequestStats, draft: bool) -> dict[int, list[float]]:
 
 
 def text_to_quote(session: Session, n: int) -> tuple[int, ...]:
-    """`n` tokens of a text and a newline: as the target divides them that is made to repeat them."""
+    """A prompt: the first `n` tokens of a text, and a newline.
+
+    A grammar of characters leaves the target free to divide the text into other tokens than the prompt's. So what it
+    writes becomes the prompt, until it repeats that token for token. Raises RuntimeError if it never does.
+    """
     text, newline = QUOTED.read_text(), session.vocab.tokenize("\n")
     quoted: tuple[int, ...] = ()
     said = session.vocab.tokenize(text)[:n]
-    for _ in range(16):
+    for _ in range(_MOST_REPEATS):
         if said == quoted:
-            break
+            return (*quoted, *newline)
         quoted = said
         said = tuple(token.id for token in session.stream(greedy((*quoted, *newline), n, grammar=only(text))))
-    return (*quoted, *newline)
+    raise RuntimeError(f"after {_MOST_REPEATS} repetitions of {QUOTED.name}, the target still divides it differently")
 
 
 def only(text: str) -> str:
@@ -185,7 +190,8 @@ def only(text: str) -> str:
 
 
 def prompt_of(session: Session, i: int, texts: bool, quoted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    """Round i's prompt: a text to quote and its first tokens, one of TEXTS, or tokens at random. And the grammar."""
+    """Round i's prompt, and the grammar of its output (empty: none). The prompt is a text to quote and its first
+    tokens, one of TEXTS, or tokens at random."""
     if quoted:
         n = N_STARTED + i
         return (*quoted, *quoted[:n]), only(b"".join(session.detokenize(quoted[n:])).decode())
@@ -309,7 +315,7 @@ def main() -> int:
     parser.add_argument("--inflated", action="store_true", help="only the inflated bundled pair")
     parser.add_argument("--experts", action="store_true", help="only the inflated mixture of experts")
     parser.add_argument(
-        "--quotes", action="store_true", help="only the inflated bundled pair, and text that it repeats"
+        "--quotes", action="store_true", help="only the inflated bundled pair, whose output copies the prompt"
     )
     parser.add_argument("--never-right", action="store_true", help="make the draft of the inflated pairs always wrong")
     parser.add_argument("--guest", action="store_true", help="beside a process at nice 15 that computes all the time")
