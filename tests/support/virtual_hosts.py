@@ -1,6 +1,7 @@
 """Several hosts on this machine: network and host name namespaces on one bridge, and a remote shell between them.
 
-Needs root and `ip netns`. Each host sees the files and processes of this machine.
+Needs root and `ip netns`. Each host sees the files and processes of this machine. The bridge is in a namespace as well,
+so that this machine's own network does not change: browsers end their requests when it does.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class VirtualHosts:
         """`folder`: a temporary one."""
         self._folder = folder
         name = f"gg{os.getpid()}{next(_NUMBERS)}"  # the kernel takes a while to forget an old one
-        self._prefix, self._bridge = f"{name}n", f"{name}b"
+        self._prefix, self._switch = f"{name}n", f"{name}switch"
         self.n_hosts = n_hosts
         self.shell = folder / "shell"
         self.hostfile = folder / "hosts"
@@ -73,13 +74,14 @@ class VirtualHosts:
         return self
 
     def _up(self) -> None:
-        _run("ip", "link", "add", self._bridge, "type", "bridge")
-        _run("ip", "link", "set", self._bridge, "up")
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
         for i in range(1, self.n_hosts + 1):
-            space, outside = self._space(i), self._outside(i)
+            space, port = self._space(i), self._port(i)
             _run("ip", "netns", "add", space)
-            _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
-            _run("ip", "link", "set", outside, "master", self._bridge, "up")
+            _run("ip", "-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
             _run("ip", "-n", space, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             _run("ip", "-n", space, "link", "set", "eth0", "up")
             _run("ip", "-n", space, "link", "set", "lo", "up")
@@ -95,10 +97,9 @@ class VirtualHosts:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         for i in range(1, self.n_hosts + 1):
-            _quietly("ip", "link", "del", self._outside(i))
             _quietly("umount", str(self._names(i)))
             _quietly("ip", "netns", "del", self._space(i))
-        _quietly("ip", "link", "del", self._bridge)
+        _quietly("ip", "netns", "del", self._switch)
 
     @staticmethod
     def address(host: int) -> str:
@@ -116,11 +117,11 @@ class VirtualHosts:
 
     def cut_off(self, host: int) -> None:
         """Take a host's link down."""
-        _run("ip", "link", "set", self._outside(host), "down")
+        _run("ip", "-n", self._switch, "link", "set", self._port(host), "down")
 
     def connect(self, host: int) -> None:
         """Take its link up again."""
-        _run("ip", "link", "set", self._outside(host), "up")
+        _run("ip", "-n", self._switch, "link", "set", self._port(host), "up")
 
     def processes(self) -> list[int]:
         """Ids of the processes that run on any host."""
@@ -133,8 +134,8 @@ class VirtualHosts:
     def _space(self, host: int) -> str:
         return f"{self._prefix}{host}"
 
-    def _outside(self, host: int) -> str:
-        return f"{self._bridge}{host}"
+    def _port(self, host: int) -> str:
+        return f"port{host}"
 
     def _names(self, host: int) -> Path:
         return self._folder / f"uts{host}"
