@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import defaultdict
 from math import inf
 
@@ -16,6 +17,9 @@ from support.pairwise import combinations
 # thread that spins keeps the one that it waits for from its core. Before libllama is loaded, and for child processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in the program
+
+# A shell starts what runs in the background with Ctrl-C ignored, and so would every process that a test starts be.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says how busy the machine is. (The profile `ci` has this already.)
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

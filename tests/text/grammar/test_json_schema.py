@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_hostile_schemas_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> Non
     checker = GrammarChecker()
     assert checker.check(Constraint(json_schema='{"type": "null"}')).lark
     outcome = checker.check(Constraint(json_schema=slow()))
-    assert outcome.problem == "takes more than 5 s to read: simplify it"
+    assert re.match("takes more than (5 s to read|2 GiB of memory)", outcome.problem)  # a fast machine fills it first
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(600)}
     refs = {"$ref": "#/$defs/a0", "$defs": {**chain, "a600": {"type": "string"}}}
     for schema in (hostile(30), refs, {"properties": {"n" * 700: {"type": "null"}}}):
