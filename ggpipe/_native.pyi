@@ -28,8 +28,8 @@ def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: 
 
 def kernel_names(type: int, is_repacked: bool, features: Sequence[str]) -> tuple[str, str]:
     """
-    Of our own kernels on a CPU with these features (avx2, avx_vnni, avx512, avx512_vnni): for products with weights of a ggml
-    type, and for attention. Empty: ggml's own. Raises RuntimeError.
+    Of our own kernels on a CPU with these features (avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16): for products with weights
+    of a ggml type, and for attention. Empty: ggml's own. Raises RuntimeError.
     """
 
 def attend(*, queries: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], keys: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], mask: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], sinks: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, n_threads: int = 1, fast: bool = True) -> list[float]:

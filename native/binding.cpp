@@ -54,8 +54,8 @@ NB_MODULE(_native, m) {
     m.def("kernel_names", [](int type, bool is_repacked, const std::vector<std::string> & features) {
         return kernel_names(ggml_type(type), is_repacked, features);
     }, "type"_a, "is_repacked"_a, "features"_a,
-          "Of our own kernels on a CPU with these features (avx2, avx_vnni, avx512, avx512_vnni): for products with weights of a ggml\n"
-          "type, and for attention. Empty: ggml's own. Raises RuntimeError.");
+          "Of our own kernels on a CPU with these features (avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16): for products with weights\n"
+          "of a ggml type, and for attention. Empty: ggml's own. Raises RuntimeError.");
     m.def("attend", [](const Array<float, 3> & queries, const Array<uint16_t, 3> & keys, const Array<uint16_t, 3> & values,
                        const Array<uint16_t, 2> & mask, const std::optional<Array<float, 1>> & sinks, int n_threads, bool fast) {
         const AttentionShape shape{int64_t(keys.shape(2)), int64_t(values.shape(2)), int64_t(queries.shape(1)), int64_t(keys.shape(1)),

@@ -10,7 +10,8 @@ CpuFeatures cpu_features() {
 #else
     const bool avx_vnni = false;
 #endif
-    return {avx2, avx_vnni, avx512, avx512 && __builtin_cpu_supports("avx512vnni")};
+    return {avx2, avx_vnni, avx512, avx512 && __builtin_cpu_supports("avx512vnni"),
+            avx512 && __builtin_cpu_supports("avx512bf16")};
 #else
     return {};
 #endif

@@ -178,7 +178,7 @@ std::pair<std::string, std::string> kernel_names(ggml_type type, bool is_repacke
     CpuFeatures cpu{};
     for (const std::string & name : features) {
         bool * const has = name == "avx2" ? &cpu.avx2 : name == "avx_vnni" ? &cpu.avx_vnni : name == "avx512" ? &cpu.avx512
-                         : name == "avx512_vnni" ? &cpu.avx512_vnni : nullptr;
+                         : name == "avx512_vnni" ? &cpu.avx512_vnni : name == "avx512_bf16" ? &cpu.avx512_bf16 : nullptr;
         if (!has) throw std::runtime_error("unknown CPU feature: " + name);
         *has = true;
     }

@@ -46,7 +46,9 @@ struct Kernel {
 const Kernel * avx512_vnni_kernel(ggml_type type);
 const Kernel * avx_vnni_kernel(ggml_type type, bool is_repacked);
 const Kernel * avx2_kernel(ggml_type type, bool is_repacked);
-const Kernel * float_kernel(ggml_type type);
+const Kernel * avx512_bf16_kernel(ggml_type type);
+const Kernel * avx512_float_kernel(ggml_type type);
+const Kernel * avx2_float_kernel(ggml_type type);
 // The one for weights of this layout on a CPU with these features.
 const Kernel * kernel_for(ggml_type type, bool is_repacked, const CpuFeatures & cpu);
 

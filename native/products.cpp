@@ -1,4 +1,4 @@
-// Products of weights, on CPUs with AVX2 or AVX-VNNI (quad_tiles.h, floats.cpp) or AVX-512 VNNI (tiles.h).
+// Products of weights, on CPUs with AVX2 or AVX-VNNI (quad_tiles.h, float_tiles.h) or AVX-512 VNNI (tiles.h).
 //
 // ggml reads and unpacks a matrix again for each row or two of a run, so two rows take twice as long as one. Here a tile of
 // weights, 8 or 16 rows by 256 columns, is unpacked once, and all rows of activations are multiplied with it while it is in
@@ -29,8 +29,9 @@ const Kernel * kernel_for(ggml_type type, bool is_repacked, const CpuFeatures & 
     if (const Kernel * kernel = fitting(cpu.avx512_vnni, avx512_vnni_kernel(type))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx_vnni, avx_vnni_kernel(type, is_repacked))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx2, avx2_kernel(type, is_repacked))) return kernel;
-    // With AVX-512, ggml's kernels for many rows of 16-bit numbers are faster than ours.
-    return fitting(cpu.avx2 && (type == GGML_TYPE_F32 || !cpu.avx512), float_kernel(type));
+    if (const Kernel * kernel = fitting(cpu.avx512_bf16, avx512_bf16_kernel(type))) return kernel;
+    if (const Kernel * kernel = fitting(cpu.avx512, avx512_float_kernel(type))) return kernel;
+    return fitting(cpu.avx2, avx2_float_kernel(type));
 }
 
 #ifdef __x86_64__

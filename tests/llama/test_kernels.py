@@ -20,8 +20,9 @@ OF_EACH_KIND = (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q3_K, Type.Q2_K)
 AVX2 = ["avx2"]
 AVX_VNNI = ["avx2", "avx_vnni"]  # Intel Core since the 12th generation
 AVX512 = ["avx2", "avx512"]  # Intel Skylake-SP
-AVX512_VNNI = ["avx2", "avx512", "avx512_vnni"]  # Intel Cascade Lake, AMD Zen 4
-ALL = ["avx2", "avx_vnni", "avx512", "avx512_vnni"]  # Intel Sapphire Rapids, AMD Zen 5
+AVX512_VNNI = ["avx2", "avx512", "avx512_vnni"]  # Intel Cascade Lake
+AVX512_BF16 = ["avx2", "avx512", "avx512_vnni", "avx512_bf16"]  # AMD Zen 4
+ALL = ["avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16"]  # Intel Sapphire Rapids, AMD Zen 5
 
 
 @pytest.mark.parametrize(
@@ -54,11 +55,12 @@ def test_q2_k(features: list[str], plain: str, repacked: str) -> None:
 
 
 def test_floats() -> None:
-    for features in (AVX2, AVX_VNNI, AVX512, AVX512_VNNI, ALL):
-        own_halves = "" if "avx512" in features else "AVX2"  # else ggml's kernels, in wider vectors
-        assert native.kernel_names(Type.F32, False, features)[0] == "AVX2"
-        assert native.kernel_names(Type.F16, False, features)[0] == own_halves
-        assert native.kernel_names(Type.BF16, False, features)[0] == own_halves
+    for features in (AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, ALL):
+        expected = "AVX-512" if "avx512" in features else "AVX2"
+        assert native.kernel_names(Type.F32, False, features)[0] == expected
+        assert native.kernel_names(Type.F16, False, features)[0] == expected
+        dots = "AVX-512 BF16" if "avx512_bf16" in features else expected
+        assert native.kernel_names(Type.BF16, False, features)[0] == dots
 
 
 def test_types_without_kernels() -> None:
