@@ -99,7 +99,7 @@ def test_a_hostile_schema_delays_no_others(session: Session) -> None:
         session.step()
     assert left.stats.finish is Finish.STOPPED
     assert hostile.is_active
-    with pytest.raises(UsageError, match="`json_schema` takes more than (5 s to read|2 GiB of memory)"):
+    with pytest.raises(UsageError, match=r"`json_schema` takes more than (5 s to read|2 GiB of memory)"):
         answered(session, [hostile, again])
     assert str(again.error) == str(hostile.error)
 
