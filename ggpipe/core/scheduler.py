@@ -397,4 +397,4 @@ class Scheduler:
         if (state := self._open(micro_batch.request)) is not None:
             state.add(micro_batch, self._now)
             if micro_batch.expansions:
-                self._steering.drafted(micro_batch.drafter)
+                self._steering.drafted(micro_batch.drafter, state, self._open_states())

@@ -29,6 +29,36 @@ def pace_of(next_s: float) -> Pace:
     return pace
 
 
+def test_draft_tokens_that_a_run_delays_do_not_count_in_turn() -> None:
+    pace = pace_of(1.0)
+    pace.root_sent(True, 10.0)
+    pace.came(1, 12.0)
+    pace.root_submitted(12.5)
+    pace.came(1, 20.0)
+    assert pace.first_s == 2.0
+    assert 0.95 < (pace.next_s or 0) < 1.0, "so that a root waits again"
+    pace.root_sent(True, 30.0)
+    pace.came(1, 32.0)
+    pace.root_submitted(34.0)  # which waited for longer than usual
+    pace.came(1, 35.0)
+    assert (pace.next_s or 0) > 1.1
+
+
+def test_a_later_request_has_the_paces_of_an_earlier_one() -> None:
+    earlier = pace_of(1.0)
+    earlier.change_way()
+    earlier.noted(True, 4.0)
+    later = Pace()
+    later.recall(earlier)
+    assert (later.first_s, later.next_s) == (4.0, 1.0)
+    assert (later.of_other_way.first_s, later.of_other_way.next_s) == (2.0, 1.0)
+    later.change_way()
+    later.noted(True, 8.0)
+    assert earlier.of_other_way.first_s == 2.0, "it has its own"
+    later.recall(pace_of(5.0))
+    assert later.next_s == 1.0, "it knows better"
+
+
 def test_a_turn_takes_what_its_rows_and_their_drafting_are_worth() -> None:
     known, fast = Calibration(), pace_of(0.02)
     free, dear = usual_turn(cost_of(0.0), known, fast, MOST), usual_turn(cost_of(0.9), known, fast, MOST)

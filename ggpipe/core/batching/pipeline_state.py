@@ -153,8 +153,11 @@ class PipelineState:
         fresh = only_one and root in parts[0].nodes
         if fresh:
             self.expected_tokens = sum([math.exp(node.log_path - root.log_path) for node in parts[0].nodes])
-            if self.in_turn and not self._in_flight.of(parts[0].owner):
-                self._turn_run = root.run
+            if self.in_turn and isinstance(state := parts[0].owner, RequestState):
+                for _, drafter in state.drafters:
+                    drafter.pace.root_submitted(self.now)
+                if not self._in_flight.of(state):
+                    self._turn_run = root.run
         n_prompt_rows = sum([part.n_prompt_rows for part in parts])
         n_nodes = sum([len(part.rows) for part in parts]) - n_prompt_rows
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead

@@ -9,6 +9,7 @@ from ggpipe.core.batching.payoff import Payoff
 from ggpipe.core.batching.pipeline_state import PipelineState
 from ggpipe.core.draft_messages import Accepted, DrafterMessage, EndDrafting
 from ggpipe.core.drafters.base import TextDrafter
+from ggpipe.core.drafters.calibration import Pace
 from ggpipe.core.events import ToDrafter
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
 
@@ -23,6 +24,8 @@ class Steering:
         self._pipeline = pipeline
         self._text_drafters = text_drafters
         self._payoff = Payoff()
+        self._paces: dict[int, Pace] = {}
+        """By drafter: its pace for the latest request that was served alone."""
 
     def begin(self, state: RequestState, n_ctx: int, served: Sequence[SequenceState]) -> list[ToDrafter]:
         """A request begins, in a context of that size. `served`: all requests that are open, itself included."""
@@ -52,9 +55,11 @@ class Steering:
                 self._tell(state, drafter, accepted, messages)
         return messages
 
-    def drafted(self, drafter: int) -> None:
-        """A drafter sent draft tokens."""
+    def drafted(self, drafter: int, state: RequestState, served: Sequence[SequenceState]) -> None:
+        """A drafter sent draft tokens for a request."""
         self._payoff.drafted(drafter)
+        if drafter in state.drafters and drafter in self._paces and len(served) == 1:
+            state.drafters[drafter].pace.recall(self._paces[drafter])
 
     def end(self, state: RequestState) -> list[ToDrafter]:
         """A request is over."""
@@ -103,6 +108,7 @@ class Steering:
             return
         most = min(state.request.speculation.most_drafted, pipeline.limits.n_rows - 1)
         expected, pace = pipeline.expected_tokens, known.leading.pace
+        self._paces |= {drafter: pace for drafter, one in known if one is known.leading}
         was_in_turn = pipeline.turns.in_turn
         pipeline.turns.accepted(
             pipeline.ahead_cost,

@@ -7,8 +7,8 @@ verified with them, and nothing else is computed meanwhile. Where rows cost litt
 Runs and draft tokens take less time in turn, so each way has run costs (`PipelineState`) and a pace (`Pace`) of its
 own. The expected time of a token follows from these and the drafter's agreement. How much longer tokens really take is
 learned for each way.
-Run costs and what is learned are kept for later requests. Until enough is known about a way, it is assumed to be as
-fast as if ranks did not slow each other down, so it gets tried. What is known about the way that is not in use is
+Run costs, paces and what is learned are kept for later requests. Until enough is known about a way, it is assumed to be
+as fast as if ranks did not slow each other down, so it gets tried. What is known about the way that is not in use is
 slowly forgotten, so it is tried again now and then. In turn, the expected number of accepted tokens counts, by the
 draft tokens' probabilities, not the actual one: a round takes about as long whatever is accepted, so a few rounds show
 the speed.

@@ -8,6 +8,7 @@ from bisect import bisect_right
 _JUDGE = 0.05  # weight of the latest draft token
 _PACE = 0.2  # weight of the latest time
 _USUAL = round(1 / _PACE)
+_FORGET = 0.98  # factor of a time for which a root did not wait
 _ONCE, _LEAST_AGREEMENT = 1 / 500, 0.01
 _TIMED = 4  # draft tokens below a fresh root that show the drafter's pace; later ones may wait for the head
 _BORDERS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97, 0.99)  # of the bins: a drafter's probabilities, about evenly in log-odds
@@ -108,9 +109,32 @@ class Pace:
             self.first_s, self.next_s = self._other.first_s, self._other.next_s
         self._other, self._since = before, None
 
+    def recall(self, earlier: Pace) -> None:
+        """Until more is known, take the pace that it had for an earlier request, in both ways."""
+        if self.next_s is None:
+            self.first_s, self.next_s = earlier.first_s, earlier.next_s
+            if earlier._other is not None:
+                self._other = Pace()
+                self._other.first_s, self._other.next_s = earlier._other.first_s, earlier._other.next_s
+
     def root_sent(self, fresh: bool, now: float) -> None:
         """The drafter is sent a new root; `fresh`: it had not drafted it."""
         self._since, self._n_below = (now if fresh else None), 0
+
+    def root_submitted(self, now: float) -> None:
+        """The root goes in, where target and drafter take turns: from now on, the root's run delays draft tokens.
+
+        So these do not count, unless the root waited for the next one as long as usual. If it did not wait, the usual
+        time shrinks a little, so that some root waits again and shows it.
+        """
+        usual = self.next_s if self._n_below else self.first_s
+        if self._since is None or usual is None or now - self._since >= usual:
+            return
+        if self._n_below:
+            self.next_s = usual * _FORGET
+        else:
+            self.first_s = usual * _FORGET
+        self._since = None
 
     def came(self, n: int, now: float) -> None:
         """Some expansions below the newest root came, all in one message."""
