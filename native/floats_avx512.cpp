@@ -1,4 +1,4 @@
-// Kernels for products of weights in floating point with AVX-512; see float_tiles.h.
+// Kernels for products of weights in floating point with AVX-512; see float_singles.h.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -20,23 +20,11 @@ constexpr int kLanes = 16, kMostRows = 6;
 constexpr char kName[] = "AVX-512";
 
 GGPIPE_TARGET GGPIPE_INLINE inline __m256i load_32(const void * from) { return _mm256_loadu_si256((const __m256i *) from); }
+GGPIPE_TARGET GGPIPE_INLINE inline F load(const float * from) { return _mm512_loadu_ps(from); }
+GGPIPE_TARGET GGPIPE_INLINE inline void store(float * to, F x) { _mm512_storeu_ps(to, x); }
+GGPIPE_TARGET GGPIPE_INLINE inline F multiply_add(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 GGPIPE_TARGET GGPIPE_INLINE inline float sum_of_lanes(F x) { return _mm512_reduce_add_ps(x); }
 
-// Products in single precision; a Format widens weights, and rounds.
-template <class Format> struct Singles : Format {
-    using Rounded = float;
-    static constexpr int kColumns = kLanes;
-    GGPIPE_TARGET GGPIPE_INLINE static F activations(const float * from) { return _mm512_loadu_ps(from); }
-    GGPIPE_TARGET GGPIPE_INLINE static F add(F w, F x, F sum) { return _mm512_fmadd_ps(w, x, sum); }
-    GGPIPE_TARGET GGPIPE_INLINE static void round(const float * from, float * to) {
-        _mm512_storeu_ps(to, Format::rounded(_mm512_loadu_ps(from)));
-    }
-};
-struct F32 {
-    using Number = float;
-    GGPIPE_TARGET GGPIPE_INLINE static F weights(const Number * from) { return _mm512_loadu_ps(from); }
-    GGPIPE_TARGET GGPIPE_INLINE static F rounded(F x) { return x; }
-};
 struct F16 {
     using Number = uint16_t;
     GGPIPE_TARGET GGPIPE_INLINE static F weights(const Number * from) { return _mm512_cvtph_ps(load_32(from)); }
@@ -55,17 +43,10 @@ struct BF16 {
     }
 };
 
-#include "float_tiles.h"
+#include "float_singles.h"
 }  // namespace
 
-const Kernel * avx512_float_kernel(ggml_type type) {
-    switch (type) {
-        case GGML_TYPE_F32: return &kKernel<Singles<F32>>;
-        case GGML_TYPE_F16: return &kKernel<Singles<F16>>;
-        case GGML_TYPE_BF16: return &kKernel<Singles<BF16>>;
-        default: return nullptr;
-    }
-}
+const Kernel * avx512_float_kernel(ggml_type type) { return kernel_in_singles(type); }
 
 }  // namespace ggpipe
 #else
