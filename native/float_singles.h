@@ -1,5 +1,6 @@
-// Products of floats in single precision, for float_tiles.h: sources define F, kLanes, load, store, multiply_add and the formats
-// of weights F16 and BF16, which widen weights and round activations, and include this as well as what float_tiles.h wants.
+// Products of floats in single precision. Sources for one set of instructions define all that float_tiles.h needs but types,
+// and also load, store, multiply_add, and the formats F16 and BF16, which widen weights and round activations; then they
+// include this instead of float_tiles.h.
 
 struct F32 {
     using Number = float;

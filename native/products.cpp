@@ -1,4 +1,5 @@
-// Products of weights, on CPUs with AVX2 or AVX-VNNI (quad_tiles.h, float_tiles.h) or AVX-512 VNNI (tiles.h).
+// Products of weights: quantized ones on CPUs with AVX2 or AVX-VNNI (quad_tiles.h) or AVX-512 VNNI (tiles.h), floats on CPUs
+// with AVX2 or AVX-512 (float_tiles.h).
 //
 // ggml reads and unpacks a matrix again for each row or two of a run, so two rows take twice as long as one. Here a tile of
 // weights, 8 or 16 rows by 256 columns, is unpacked once, and all rows of activations are multiplied with it while it is in

@@ -8,7 +8,7 @@ from bisect import bisect_right
 _JUDGE = 0.05  # weight of the latest draft token
 _PACE = 0.2  # weight of the latest time
 _USUAL = round(1 / _PACE)
-_FORGET = 0.98  # factor of a time for which a root did not wait
+_FORGET = 0.98  # factor by which an expected wait shrinks when a root does not wait
 _ONCE, _LEAST_AGREEMENT = 1 / 500, 0.01
 _TIMED = 4  # draft tokens below a fresh root that show the drafter's pace; later ones may wait for the head
 _BORDERS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97, 0.99)  # of the bins: a drafter's probabilities, about evenly in log-odds
