@@ -132,6 +132,17 @@ def test_a_drafter_is_not_judged_by_what_others_name() -> None:
     assert it.drafters.leading is it.drafters[4]
 
 
+def test_a_drafter_whose_best_token_is_not_worth_sending_agrees_less() -> None:
+    it = Both()
+    for _ in range(200):
+        it.name(9, 7, 0.9)
+        nothing = MicroBatch(request=1, epoch=len(it.output), expansions=(), complete=True, drafter=4)
+        it.drafters.add(nothing, it.output, lambda parent, token: True, 0.0)
+        it.accept(7)
+    assert it.drafters[4].calibration.agreement < 0.01
+    assert it.probability(4, 0.9) == pytest.approx(0.9), "what it does send is believed as before"
+
+
 def test_a_token_that_two_drafters_name_is_more_probable_than_either_says() -> None:
     it = Both()
     alone = it.name(4, 6, 0.6)

@@ -37,6 +37,9 @@ class OwnCalibrations:
             best = max(range(len(tokens)), key=lambda i: tokens[i][0])
             for i, (prob, is_right) in enumerate(tokens):
                 self._calibrations[request, drafter].judged(prob, is_right, is_best=i == best)
+        for drafter, known in state.drafters:
+            if known.complete and not known.answers_at_once and drafter not in named:
+                self._calibrations[request, drafter].judged(0.0, False)
 
     def check(self, request: int, state: RequestState) -> None:
         """The scheduler knows each drafter of the request as well."""

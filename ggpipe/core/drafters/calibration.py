@@ -49,8 +49,9 @@ class Calibration:
         no more probable one at this position."""
         if is_best:
             self.n_judged += 1
-            self.agreement += _JUDGE * (right - self.agreement)
-            self._named += _JUDGE * (prob - self._named)
+            weight = max(_JUDGE, 1 / (self.n_judged + _PRIOR))  # a mean at first
+            self.agreement += weight * (right - self.agreement)
+            self._named += weight * (prob - self._named)
         self._bins[bisect_right(_BORDERS, prob)].judged(prob, right)
 
     def probability(self, prob: float) -> float:

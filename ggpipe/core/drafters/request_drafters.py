@@ -144,6 +144,9 @@ class RequestDrafters:
             self._states[proposal.drafter].calibration.judged(proposal.prob, is_right, is_best)
             if is_best:
                 counters.judged(proposal.drafter, is_right)
+        for drafter, state in self._states.items():
+            if state.complete and not state.answers_at_once and drafter not in best:  # its best was not worth sending
+                state.calibration.judged(0.0, False)
 
     def advanced(self, dead: Iterable[Node], epoch: int) -> None:
         """The tree has its next root, with `epoch` accepted tokens, and these nodes died of it."""
