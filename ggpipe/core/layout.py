@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import math
@@ -164,13 +165,27 @@ def layer_range(layers: tuple[int, int]) -> str:
     return "-" if end <= first else f"{first}" if end == first + 1 else f"{first}-{end - 1}"
 
 
-def share_machines(layouts: Iterable[Layout], machine_of: Sequence[object]) -> bool:
-    """Whether stages of these pipelines are on one machine. `machine_of`: the machine of each rank."""
-    used: set[object] = set()
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank is."""
+
+    machine: object
+    n_cores: int
+    """Of the machine."""
+    n_threads: int
+    """Of the rank."""
+
+
+def crowding(layouts: Iterable[Layout], places: Sequence[RankPlace]) -> float:
+    """Threads for each core of the most crowded machine that several stages of these pipelines are on; 0: none is.
+    `places`: of each rank."""
+    n_stages, ranks = collections.Counter[object](), set[int]()
     for layout in layouts:
         for stage in layout.stages:
-            machines = {machine_of[rank] for rank in stage.ranks}
-            if used & machines:
-                return True
-            used |= machines
-    return False
+            n_stages.update({places[rank].machine for rank in stage.ranks})
+            ranks.update(stage.ranks)
+    n_threads = collections.Counter[object]()
+    for place in (places[rank] for rank in ranks):
+        n_threads[place.machine] += place.n_threads
+    shared = (place for place in places if n_stages[place.machine] > 1)
+    return max((n_threads[place.machine] / place.n_cores for place in shared), default=0.0)

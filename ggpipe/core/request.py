@@ -96,10 +96,16 @@ class Limits:
     """Stages drop dead rows of runs; see `dropped_rows`."""
     prefill_slowdown: float = 5.0
     """How many times as long others' prompts may make a run while requests are decoding, approximately."""
-    shares_machine: bool = False
-    """Some ranks are on one machine: while one computes, others may take longer."""
+    crowding: float = 0.0
+    """Threads for each core of the most crowded machine that several stages are on: while one computes, others may
+    take longer. 0: each has a machine of its own."""
     sparsity: float = 1.0
     """Weights of the model, as a multiple of those that one row uses: 1 where it uses all, more with experts."""
+
+    @property
+    def shares_machine(self) -> bool:
+        """Some stages are on one machine."""
+        return self.crowding > 0
 
     @property
     def n_rows(self) -> int:

@@ -15,7 +15,7 @@ from ggpipe.core.draft_messages import VocabOutline
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.kv.radix_tree import agreeing
-from ggpipe.core.layout import Layout, lay_out, share_machines
+from ggpipe.core.layout import Layout, RankPlace, crowding, lay_out
 from ggpipe.core.messages import Restored
 from ggpipe.core.request import Limits
 from ggpipe.engine import handshake, wiring
@@ -128,9 +128,9 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 head.channel.send(draft_layout.head, StartDraft(drafter, kinds[drafter], loaded_draft))
                 started[drafter] = draft_layout
         limits = _limits(config.context, layout, context, n_requests, agreed.hellos[HEAD].sparsity)
-        hosts = [hello.host for hello in agreed.hellos]
-        shares_machine = share_machines((layout, *started.values()), hosts)
-        limits = replace(limits, prefill_slowdown=config.prefill_slowdown, shares_machine=shares_machine)
+        places = [RankPlace(hello.host, hello.n_cores, hello.n_threads) for hello in agreed.hellos]
+        crowded = crowding((layout, *started.values()), places)
+        limits = replace(limits, prefill_slowdown=config.prefill_slowdown, crowding=crowded)
         if config.context.exact and not context.exact_in_company:
             limits = replace(limits, n_seq=n_requests)  # branches, of several drafters as well, are company
         loaded.pop_all()

@@ -32,7 +32,7 @@ from ggpipe.core.events import (
     Tick,
     ToDrafter,
 )
-from ggpipe.core.layout import share_machines
+from ggpipe.core.layout import RankPlace, crowding
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits, Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits, Request
 from ggpipe.core.request_spec import RequestSpec
@@ -158,8 +158,7 @@ class _Simulation:
         self._process = processes[HEAD]
         n_drafters = max(len(_drafters(cluster, speculation)), 1)
         layouts = [pipeline.layout for pipeline in (cluster.target, *cluster.drafts)]
-        shares_machine = share_machines(layouts, [cluster.host(rank) for rank in range(len(cluster.node_of))])
-        limits = _limits(sizes, cluster.target, speculation, n_drafters, shares_machine)
+        limits = _limits(sizes, cluster.target, speculation, n_drafters, crowding(layouts, _places(cluster)))
         drafters = _drafters(cluster, speculation) if speculation.mode != "iterative" else ()
         kinds = registry.kinds(_models(cluster))
         self._labels = registry.labels(_models(cluster))
@@ -350,6 +349,17 @@ def _cores(clock: VirtualClock, cluster: VirtualCluster, number: int) -> Cores:
     return Cores(clock, node.cores, node.crowd)
 
 
+def _places(cluster: VirtualCluster) -> list[RankPlace]:
+    """Where each rank is."""
+    n_cores = collections.Counter[str]()
+    for node in cluster.nodes:
+        n_cores[node.host] += node.cores
+    stages = {rank: stage for pipeline in (cluster.target, *cluster.drafts) for rank, stage in pipeline.stages.items()}
+    hosts = [cluster.host(rank) for rank in range(len(cluster.node_of))]
+    threads = (stages[rank].threads if rank in stages else 0 for rank in range(len(hosts)))
+    return [RankPlace(host, n_cores[host], n_threads) for host, n_threads in zip(hosts, threads, strict=True)]
+
+
 def _drafters(cluster: VirtualCluster, speculation: SpeculationConfig) -> tuple[int, ...]:
     """The ids of the drafters of each request."""
     return registry.chosen(speculation.drafters, _models(cluster))
@@ -361,7 +371,7 @@ def _models(cluster: VirtualCluster) -> tuple[str, ...]:
 
 
 def _limits(
-    sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int, shares_machine: bool = False
+    sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int, crowding: float = 0.0
 ) -> Limits:
     n_paths = speculation.sequences + n_drafters - 1
     n_branches = speculation.branches if model.rolls_back else MAX_STATES
@@ -375,7 +385,7 @@ def _limits(
         partial_prefixes=model.rolls_back,
         rolls_back=model.rolls_back,
         sparsity=model.sparsity,
-        shares_machine=shares_machine,
+        crowding=crowding,
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ggpipe.config.layer_split import LayerSplit, n_ranks_of, parse_layer_split, text_of
-from ggpipe.core.layout import Layout, decimal_split, lay_out, part_shares
+from ggpipe.core.layout import Layout, RankPlace, crowding, decimal_split, lay_out, part_shares
 from ggpipe.errors import LaunchError, UsageError
 
 
@@ -348,3 +348,34 @@ def test_what_is_written_of_groups_gives_the_same_layers(first: int, others: lis
 def test_what_no_shares_give() -> None:
     with pytest.raises(ValueError, match="no shares give"):
         decimal_split(layout_of([3, 0, 3]))
+
+
+@pytest.mark.parametrize(
+    ("machines", "n_cores", "expected"),
+    [
+        ("aaa", 2, 3 * 4 / 2),
+        ("aab", 8, 2 * 4 / 8),  # the draft has a machine of its own
+        ("aba", 8, 2 * 4 / 8),
+        ("abb", 4, 2 * 4 / 4),
+        ("abc", 1, 0.0),  # no stages share a machine, however few cores it has
+    ],
+)
+def test_how_crowded_machines_are(machines: str, n_cores: int, expected: float) -> None:
+    target, draft = lay_out(8, 2, None), lay_out(4, 1, None, 2)
+    places = [RankPlace(machine, n_cores, n_threads=4) for machine in machines]
+    assert crowding([target, draft], places) == expected
+
+
+def test_the_most_crowded_machine_counts() -> None:
+    places = [RankPlace("a", 8, 4), RankPlace("a", 8, 4), RankPlace("b", 2, 2), RankPlace("b", 2, 2)]
+    assert crowding([lay_out(8, 4, None)], places) == 2.0
+
+
+def test_a_rank_without_layers_does_not_crowd_a_machine() -> None:
+    layout = lay_out(8, 3, LayerSplit((0.0, 0.5, 0.5)))
+    assert crowding([layout], [RankPlace("a", 4, 4), RankPlace("a", 4, 4), RankPlace("b", 4, 4)]) == 0.0
+
+
+def test_ranks_of_a_group_are_one_stage() -> None:
+    layout = lay_out(8, 2, LayerSplit((1.0,), (2,)))
+    assert crowding([layout], [RankPlace("a", 2, 2)] * 2) == 0.0

@@ -170,7 +170,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             n_requests=n_requests,
             n_prefixes=n_prefixes,
             partial_prefixes=draw(st.booleans()),
-            shares_machine=draw(st.booleans()),
+            crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
         )
 
     return Scenario(
@@ -208,7 +208,7 @@ def thickets(draw: st.DrawFn) -> Scenario:
             n_in_flight=draw(st.integers(3, 6)),
             n_seq=draw(st.integers(n, 12)),
             n_requests=n,
-            shares_machine=draw(st.booleans()),
+            crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
         ),
         Limits(n_ctx=90, n_batch=12, n_ubatch=12, n_in_flight=2, n_seq=draw(st.integers(n, 12)), n_requests=n),
         n_stages=draw(st.integers(1, 3)),
@@ -254,7 +254,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
             n_requests=n,
             n_prefixes=n_prefixes,
             partial_prefixes=draw(st.booleans()),
-            shares_machine=draw(st.booleans()),
+            crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
         )
 
     target, draft = limits(draw(st.integers(1, 4))), limits(2)

@@ -26,7 +26,7 @@ from ggpipe.core.batching import prompts
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows, fitting, rows_of
 from ggpipe.core.batching.rows import Coming, DraftWithRoot, Rounds, draft_with_root, pays_beside_root, usual_chain
 from ggpipe.core.batching.turns import usual_turn
-from ggpipe.core.drafters.calibration import Calibration
+from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
 from ggpipe.core.run_cost import most_per_second
 from ggpipe.core.tree import Node
@@ -34,6 +34,8 @@ from ggpipe.core.tree import Node
 _PROBABILITY = operator.itemgetter(0)
 _COPIED, _COPIED_PATH = 16, 0.5
 """Depth and path probability of a chain of n-grams that leaves nothing to do for draft models on the same machine."""
+_ASSUMED = 0.1
+"""Time of a draft token as a share of a run's, where drafters take turns with the target and none was timed."""
 _WAIT_LIMIT = 2.0
 """Times a drafter's usual pace: the longest that a fresh root waits for its next draft token."""
 
@@ -93,7 +95,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
         n = len(found) if len(decoding) == 1 else most_per_second(probabilities, pipeline.cost, len(roots))
     elif len(decoding) == 1:
         chosen = _draft_with_single_root(pipeline, drafted, probabilities)
-        due_at = _due_at(drafted)
+        due_at = _due_at(pipeline, drafted)
         if chosen.wait_s and due_at is not None and pipeline.now < due_at:
             return Choice(wake_at=due_at)
         n = 0 if chosen.n and pipeline.tries_one(1.0, sum(probabilities[: chosen.n])) else chosen.n
@@ -123,9 +125,9 @@ def _draft_with_single_root(
         token_s = usual_turn(pipeline.cost, known.calibration, pace, most).token_s
         after = math.exp(state.tree.best_leaf.log_path - state.tree.root.log_path)
         has_drafted = state.drafted_at > state.root_since
-    if pace.first_s is not None and pace.next_s is not None:
-        first_s = pace.next_s if has_drafted else pace.first_s
-        coming = Coming(after, known.coming.agreement, first_s, pace.next_s)
+    if (times := _usual_times(pipeline, pace)) is not None:
+        first_s, next_s = times
+        coming = Coming(after, known.coming.agreement, next_s if has_drafted else first_s, next_s)
     return draft_with_root(probabilities[:most], most, pipeline.cost, 1, known.calibration, coming, n_again, token_s)
 
 
@@ -142,14 +144,25 @@ def _may_draft_with(pipeline: PipelineState, roots: Sequence[RequestState]) -> b
     return len(roots) == 1 and again_s < pipeline.cost.time(1)
 
 
-def _due_at(state: RequestState) -> float | None:
+def _due_at(pipeline: PipelineState, state: RequestState) -> float | None:
     """Until when a root waits for the next draft token below it; None: no more are coming."""
-    pace = state.drafters.leading.pace
-    if state.drafters.all_complete or pace.first_s is None or pace.next_s is None:
+    times = _usual_times(pipeline, state.drafters.leading.pace)
+    if state.drafters.all_complete or times is None:
         return None
+    first_s, next_s = times
     if state.drafted_at > state.root_since:
-        return state.drafted_at + _WAIT_LIMIT * pace.next_s
-    return state.root_since + _WAIT_LIMIT * pace.first_s
+        return state.drafted_at + _WAIT_LIMIT * next_s
+    return state.root_since + _WAIT_LIMIT * first_s
+
+
+def _usual_times(pipeline: PipelineState, pace: Pace) -> tuple[float, float] | None:
+    """How long a drafter takes to its first draft token below a root, and to each later one. In turn, a share of a run
+    is assumed until they are known."""
+    if pipeline.in_turn:
+        assumed_s = _ASSUMED * pipeline.cost.length * pipeline.cost.seconds(1)
+        first_s = assumed_s if pace.first_s is None else pace.first_s
+        return first_s, first_s if pace.next_s is None else pace.next_s
+    return None if pace.first_s is None or pace.next_s is None else (pace.first_s, pace.next_s)
 
 
 def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> Choice:

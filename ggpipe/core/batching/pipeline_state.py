@@ -62,7 +62,7 @@ class PipelineState:
         """What runs take, usually while others are computed."""
         self.turn_cost = RunCost(limits.rolls_back)
         """What runs take where target and drafters take turns."""
-        self.turns = Turns(limits.shares_machine)
+        self.turns = Turns(limits.crowding)
         """For a single request, where ranks share a machine."""
         self.in_turn = False
         """Target and drafters take turns now."""
@@ -91,8 +91,11 @@ class PipelineState:
 
     @property
     def cost(self) -> RunCost:
-        """What runs of this pipeline take now."""
-        return self.turn_cost if self.in_turn and self.turn_cost.is_known else self.ahead_cost
+        """What runs of this pipeline take now, as far as that is known."""
+        own, other = self.ahead_cost, self.turn_cost
+        if self.in_turn:
+            own, other = other, own
+        return own if own.is_known or not other.is_known else other
 
     @property
     def spare_cells(self) -> int:
@@ -135,7 +138,7 @@ class PipelineState:
 
     def set_turns(self, state: RequestState, is_only: bool) -> None:
         """Have target and drafters take turns or not, since tokens of this request were accepted, or it begins."""
-        drafts = state.overlaps and not state.is_copying and state.drafters.leading.pace.next_s is not None
+        drafts = state.overlaps and not state.is_copying and not state.drafters.leading.answers_at_once
         self.in_turn = is_only and drafts and self.turns.in_turn
 
     def may_draft(self, state: RequestState) -> bool:

@@ -7,11 +7,12 @@ verified with them, and nothing else is computed meanwhile. Where rows cost litt
 Runs and draft tokens take less time in turn, so each way has run costs (`PipelineState`) and a pace (`Pace`) of its
 own. The expected time of a token follows from these and the drafter's agreement. How much longer tokens really take is
 learned for each way.
-Run costs, paces and what is learned are kept for later requests. Until enough is known about a way, it is assumed to be
-as fast as if ranks did not slow each other down, so it gets tried. What is known about the way that is not in use is
-slowly forgotten, so it is tried again now and then. In turn, the expected number of accepted tokens counts, by the
-draft tokens' probabilities, not the actual one: a round takes about as long whatever is accepted, so a few rounds show
-the speed.
+Run costs, paces and what is learned are kept for later requests. Until enough is known about a way, its speed is
+assumed: where the ranks of a machine have more threads than it has cores, runs ahead take longer in that proportion, so
+requests begin in turn; elsewhere, they begin ahead. That assumption fades, and what is known about the way that is not
+in use is slowly forgotten, so it is tried again now and then. In turn, the expected number of accepted tokens counts,
+by the draft tokens' probabilities, not the actual one: a round takes about as long whatever is accepted, so a few
+rounds show the speed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,6 @@ from ggpipe.core.run_cost import RunCost
 _TRUSTED = 4.0
 """Tokens of a way after which its run costs count as much as what is assumed about them. With 8, trials cost 2 % more
 in the first 512 tokens of an engine (simulated: two cores, rows free, 80 % right)."""
-_SLOW_DOWN = 0.6
-"""Run times in turn relative to those ahead, as long as nothing is known about turns. On two cores that two ranks and a
-draft share, it is 0.65 (simulated)."""
 _TRIAL = 8
 """Tokens for which a way is kept at least: the first run in it overlaps those of the other way."""
 _PRIOR = 32.0
@@ -37,6 +35,8 @@ _REMEMBERED = 256.0
 """Tokens of a way that are remembered. Beyond that, earlier ones count half."""
 _FORGET = 0.998
 """Share of what is known about a way that remains after each token of the other way."""
+_DOUBT = 0.995
+"""Share of the assumed difference between ways that remains after each token in turn, so ahead gets tried at last."""
 _STILL_DRAFTED = 0.5
 """Least path probability of draft tokens where none pays in turn: a drafter that drafts a little is still judged."""
 _CLEARLY_LESS = 0.97
@@ -112,12 +112,20 @@ class _Way:
 class Turns:
     """See the module's text."""
 
-    in_turn: bool = False
+    crowding: float = 0.0
+    """See `Limits`."""
+    in_turn: bool = field(init=False)
     """Drafters and target take turns."""
+    _slower: float = field(init=False)
+    """How many times as long runs ahead are assumed to take as those in turn."""
     _ahead: _Way = field(default_factory=_Way)
     _turns: _Way = field(default_factory=_Way)
     _n_since: int = _TRIAL
     """Tokens since the way was changed."""
+
+    def __post_init__(self) -> None:
+        self.in_turn = self.crowding > 1
+        self._slower = max(self.crowding, 1.0)
 
     def accepted(
         self,
@@ -133,10 +141,9 @@ class Turns:
     ) -> None:
         """`n` tokens of the only request were accepted where `expected` were expected, `seconds` after the ones before.
         `ahead`, `in_turn`: what runs take in either way. `most`: draft tokens in a run, at most."""
-        if pace.next_s is None or not ahead.is_known:
+        if pace.next_s is None or not (ahead.is_known or in_turn.is_known):
             return  # it has not drafted yet
-        if not in_turn.is_known:
-            in_turn = ahead
+        ahead, in_turn = ahead if ahead.is_known else in_turn, in_turn if in_turn.is_known else ahead
         ahead_pace, turn_pace = (pace.of_other_way, pace) if self.in_turn else (pace, pace.of_other_way)
         ahead_s = ahead_token_s(ahead, calibration, ahead_pace, most)
         turn = usual_turn(in_turn, calibration, turn_pace, most)
@@ -149,11 +156,13 @@ class Turns:
             return
         if self.in_turn:
             turn_s = self._turns.token_s(turn.token_s)
-            ahead_s = self._ahead.token_s(ahead_s, ahead_token_s(in_turn, calibration, turn_pace, most))
+            self._slower += (1 - _DOUBT**n) * (1 - self._slower)
+            assumed_s = ahead_token_s(in_turn, calibration, turn_pace, most) * self._slower
+            ahead_s = self._ahead.token_s(ahead_s, assumed_s)
             changes = not turn.n or ahead_s < turn_s * _CLEARLY_LESS
         else:
             ahead_s = self._ahead.token_s(ahead_s)
-            assumed_s = usual_turn(ahead, calibration, ahead_pace, most).token_s * _SLOW_DOWN
+            assumed_s = usual_turn(ahead, calibration, ahead_pace, most).token_s / max(self.crowding, 1.0)
             changes = turn.n > 0 and self._turns.token_s(turn.token_s, assumed_s) < ahead_s * _CLEARLY_LESS
         if changes:
             self.in_turn, self._n_since = not self.in_turn, 0
