@@ -326,7 +326,11 @@ def test_a_killed_rank_costs_no_text(page: Page, serving: Serving) -> None:
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator(TEXT)).not_to_be_empty()
     os.kill(rank, signal.SIGKILL)
-    expect(page.locator(f"{ANSWER} .status")).to_contain_text("The ranks are restarting")
+    page.wait_for_function(  # looks at every frame; `expect` does twice a second, and the ranks may restart faster
+        "css => document.querySelector(css).textContent.includes('The ranks are restarting')",
+        arg=f"{ANSWER} .status",
+        timeout=LIMIT_MS,
+    )
     wait_for_end(page, 2 * LIMIT_MS)
     expect(page.locator(TEXT)).to_have_text(whole, use_inner_text=True)
     expect(page.locator("#pipeline .state")).to_have_text("ready")
