@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from ggpipe.core.batching.turns import Turns, ahead_token_s, usual_turn
@@ -121,6 +123,15 @@ def test_run_costs_show_the_faster_way_within_a_few_tokens() -> None:
     assert 0 < n_ahead < 30
     later = Served(served.turns, cost_of(0.0, slower=1.5), cost_of(0.0)).ways(ahead_s=1.1, turn_s=0.8)
     assert later.count(False) <= n_ahead, "what an earlier request showed is still known"
+
+
+def test_each_trial_that_fails_puts_off_the_next_one() -> None:
+    found = Served(Turns(crowding=1.5), cost_of(0.0), cost_of(0.0)).ways(ahead_s=0.9, turn_s=0.8, n_rounds=4000)
+    ends = [i for i, (before, after) in enumerate(itertools.pairwise(found)) if after and not before]
+    waits = [after - before for before, after in itertools.pairwise(ends)]
+    assert len(waits) > 3
+    assert waits[-1] > 2 * waits[0]
+    assert sum(found[-2000:]) > 1900
 
 
 def test_turns_in_which_no_draft_token_pays_are_not_taken() -> None:

@@ -10,9 +10,9 @@ learned for each way.
 Run costs, paces and what is learned are kept for later requests. Until enough is known about a way, its speed is
 assumed: where the ranks of a machine have more threads than it has cores, runs ahead take longer in that proportion, so
 requests begin in turn; elsewhere, they begin ahead. That assumption fades, and what is known about the way that is not
-in use is slowly forgotten, so it is tried again now and then. In turn, the expected number of accepted tokens counts,
-by the draft tokens' probabilities, not the actual one: a round takes about as long whatever is accepted, so a few
-rounds show the speed.
+in use is slowly forgotten, so it is tried again now and then, less often with each trial that fails. In turn, the
+expected number of accepted tokens counts, by the draft tokens' probabilities, not the actual one: a round takes about
+as long whatever is accepted, so a few rounds show the speed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ _TRUSTED = 4.0
 in the first 512 tokens of an engine (simulated: two cores, rows free, 80 % right)."""
 _TRIAL = 8
 """Tokens for which a way is kept at least: the first run in it overlaps those of the other way."""
+_FAILED = 48
+"""Tokens of a way: it has been left again after fewer if trying it failed."""
+_SOONEST, _LATEST = 16, 1024
+"""Tokens from a trial that failed to the next one: after the first such trial, and at most. Each doubles it."""
 _PRIOR = 32.0
 """Tokens of a way after which their time counts as much as the expected one."""
 _REMEMBERED = 256.0
@@ -120,8 +124,12 @@ class Turns:
     """How many times as long runs ahead are assumed to take as those in turn."""
     _ahead: _Way = field(default_factory=_Way)
     _turns: _Way = field(default_factory=_Way)
-    _n_since: int = _TRIAL
+    _n_since: int = _FAILED
     """Tokens since the way was changed."""
+    _least: int = _TRIAL
+    """Tokens for which this way is kept at least."""
+    _least_after_trial: int = _SOONEST
+    """The same, for the way that is taken again when the next trial has failed."""
 
     def __post_init__(self) -> None:
         self.in_turn = self.crowding > 1
@@ -152,7 +160,7 @@ class Turns:
             used, other = (self._turns, self._ahead) if self.in_turn else (self._ahead, self._turns)
             used.add(expected if self.in_turn else n, seconds / (turn.token_s if self.in_turn else ahead_s))
             other.keep(_FORGET**n)
-        if self._n_since < _TRIAL:
+        if self._n_since < self._least:
             return
         if self.in_turn:
             turn_s = self._turns.token_s(turn.token_s)
@@ -165,4 +173,9 @@ class Turns:
             assumed_s = usual_turn(ahead, calibration, ahead_pace, most).token_s / max(self.crowding, 1.0)
             changes = turn.n > 0 and self._turns.token_s(turn.token_s, assumed_s) < ahead_s * _CLEARLY_LESS
         if changes:
+            if self._n_since < _FAILED:
+                self._least = self._least_after_trial
+                self._least_after_trial = min(2 * self._least_after_trial, _LATEST)
+            else:
+                self._least = _TRIAL
             self.in_turn, self._n_since = not self.in_turn, 0
