@@ -37,7 +37,7 @@ template <class Number> struct Piece {
 // Adds products with a piece to the sums of `kOutputs` of its rows by `kRows` rows of activations, which have `kTile` sums each.
 template <class Type, int kOutputs, int kRows, bool kFetches>
 GGPIPE_TARGET GGPIPE_INLINE inline void add(const Piece<typename Type::Number> & piece, int first, const Activations & a,
-                                            const int32_t * rows, F * sums) {
+                                            int64_t row, F * sums) {
     using Number = typename Type::Number;
     using Rounded = typename Type::Rounded;
     constexpr int kColumns = Type::kColumns, kStep = kOutputs * kColumns * sizeof(Number);  // bytes of these rows' columns
@@ -50,7 +50,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add(const Piece<typename Type::Number> &
     for (int chunk = 0; chunk < piece.n_chunks; chunk++) {
         const Rounded * x[kRows];
         for (int r = 0; r < kRows; r++) {
-            x[r] = (const Rounded *) (a.numbers + ((piece.chunk + chunk) * a.n_rows + rows[r]) * kNumberBytes<Type>);
+            x[r] = (const Rounded *) (a.numbers + ((piece.chunk + chunk) * a.n_rows + row + r) * kNumberBytes<Type>);
         }
         _Pragma("GCC unroll 1") for (int i = 0; i < kChunk; i += kColumns, weights += kColumns) {
             decltype(Type::activations(x[0])) numbers[kRows];
@@ -70,31 +70,32 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add(const Piece<typename Type::Number> &
     }
 }
 template <class Type, int kRows, bool kFetches>
-GGPIPE_TARGET GGPIPE_INLINE inline void add_rows(const Piece<typename Type::Number> & piece, const Activations & a, const int32_t * rows, F * sums) {
+GGPIPE_TARGET GGPIPE_INLINE inline void add_rows(const Piece<typename Type::Number> & piece, const Activations & a, int64_t row, F * sums) {
     if constexpr (kRows == 1) {
-        add<Type, kTile, 1, kFetches>(piece, 0, a, rows, sums);
+        add<Type, kTile, 1, kFetches>(piece, 0, a, row, sums);
     } else {
-        add<Type, kTile / 2, kRows, kFetches>(piece, 0, a, rows, sums);
-        add<Type, kTile / 2, kRows, kFetches>(piece, kTile / 2, a, rows, sums);
+        add<Type, kTile / 2, kRows, kFetches>(piece, 0, a, row, sums);
+        add<Type, kTile / 2, kRows, kFetches>(piece, kTile / 2, a, row, sums);
     }
 }
-// All rows of activations, `kRows` at a time, then those that are left. What comes next is fetched with the first ones.
+// `n` rows of activations but the first `done`, `kRows` at a time, then those that are left. What comes next is fetched with the
+// first ones.
 template <class Type, int kRows>
-GGPIPE_TARGET GGPIPE_INLINE inline void add_all(const Piece<typename Type::Number> & piece, const Activations & a, const std::vector<int32_t> & rows,
-                                                size_t row, F * sums) {
-    for (; row + kRows <= rows.size(); row += kRows) {
-        if (row == 0) add_rows<Type, kRows, true>(piece, a, rows.data(), sums);
-        else add_rows<Type, kRows, false>(piece, a, rows.data() + row, sums + row * kTile);
+GGPIPE_TARGET GGPIPE_INLINE inline void add_all(const Piece<typename Type::Number> & piece, const Activations & a, int64_t row, size_t n, size_t done,
+                                                F * sums) {
+    for (; done + kRows <= n; done += kRows) {
+        if (done == 0) add_rows<Type, kRows, true>(piece, a, row, sums);
+        else add_rows<Type, kRows, false>(piece, a, row + done, sums + done * kTile);
     }
-    if constexpr (kRows > 1) add_all<Type, kRows - 1>(piece, a, rows, row, sums);
+    if constexpr (kRows > 1) add_all<Type, kRows - 1>(piece, a, row, n, done, sums);
 }
 
-template <class Type> GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activations & a,
-                                                 const std::vector<int32_t> & rows, float * const * to) {
+template <class Type>
+GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n, float * const * to) {
     using Number = typename Type::Number;
     struct alignas(sizeof(F)) Line { float sums[kTile][kLanes]; };  // of a row of activations: for each row of weights
     static thread_local std::vector<Line> lines;
-    lines.assign(rows.size(), Line{});
+    lines.assign(n, Line{});
     F * sums = (F *) lines.data();
     constexpr int kBytes = kChunk * sizeof(Number), kChunks = 4;
     alignas(sizeof(F)) Number copies[kTile][kChunk];  // where there are not enough rows or columns
@@ -109,15 +110,15 @@ template <class Type> GGPIPE_TARGET void multiply(const Weights & weights, int64
         Piece<Number> piece{data, weights.row_bytes, chunk, int(n_chunks), ahead + chunk * kTile * kBytes};
         if (n_whole <= 0) {
             memset(copies, 0, sizeof copies);
-            const size_t n = std::min<int64_t>(kChunk, a.n_columns - chunk * kChunk) * sizeof(Number);
-            for (int i = 0; i < n_rows; i++) memcpy(copies[i], data + i * weights.row_bytes, n);
+            const size_t n_copied = std::min<int64_t>(kChunk, a.n_columns - chunk * kChunk) * sizeof(Number);
+            for (int i = 0; i < n_rows; i++) memcpy(copies[i], data + i * weights.row_bytes, n_copied);
             piece.data = (const uint8_t *) copies;
             piece.stride = kBytes;
         }
-        add_all<Type, kMostRows>(piece, a, rows, 0, sums);
+        add_all<Type, kMostRows>(piece, a, row, n, 0, sums);
     }
-    for (size_t row = 0; row < rows.size(); row++) {
-        for (int o = 0; o < n_rows; o++) to[row][first + o] = sum_of_lanes(sums[row * kTile + o]);
+    for (size_t i = 0; i < n; i++) {
+        for (int o = 0; o < n_rows; o++) to[i][first + o] = sum_of_lanes(sums[i * kTile + o]);
     }
 }
 

@@ -18,6 +18,7 @@ namespace ggpipe {
 
 constexpr int kChunk = 256;               // columns that are unpacked at a time
 constexpr int kMaxUnits = 16;             // of a chunk; each has a scale
+constexpr int kSpareRows = 7;             // of activations, after the last one: kernels may read them, for nothing
 constexpr size_t kAhead = 8 << 10;        // bytes between the next tile and what is fetched meanwhile
 
 struct Weights {
@@ -39,8 +40,8 @@ struct Kernel {
     int n_lanes;       // rows of weights at a time
     int chunk_bytes;   // of the numbers of a chunk of activations
     void (*quantize)(const float * x, int64_t row, const Activations & to);
-    // The results of `n_lanes` rows of weights, from `first` on, for some rows of activations.
-    void (*multiply)(const Weights &, int64_t first, const Activations &, const std::vector<int32_t> & rows, float * const * to);
+    // The results of `n_lanes` rows of weights, from `first` on, for `n` rows of activations, from `row` on.
+    void (*multiply)(const Weights &, int64_t first, const Activations &, int64_t row, size_t n, float * const * to);
 };
 // nullptr: none. Only Q2_K has kernels for both layouts.
 const Kernel * avx512_vnni_kernel(ggml_type type);

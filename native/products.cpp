@@ -55,6 +55,32 @@ const float * row_of(const ggml_tensor * t, int64_t row) {
     return (const float *) ((const char *) t->data + row % t->ne[1] * t->nb[1] + row / t->ne[1] * t->nb[2]);
 }
 
+// Memory for as many chunks of rows.
+void make_room(QuantizedMemory & memory, size_t n, int chunk_bytes) {
+    n += kSpareRows;
+    if (memory.numbers.size() < n * chunk_bytes) memory.numbers.resize(n * chunk_bytes);
+    if (memory.scales.size() >= n * kMaxUnits) return;
+    memory.starts.resize(n * kMaxUnits);
+    memory.scales.resize(n * kMaxUnits);
+    memory.sums.resize(n * kMaxUnits);
+}
+
+// Some rows of `a`, one after another, in `memory`.
+Activations gathered(const Activations & a, const std::vector<int32_t> & rows, int chunk_bytes, QuantizedMemory & memory) {
+    const int64_t n = rows.size();
+    make_room(memory, a.n_chunks * n, chunk_bytes);
+    for (int64_t chunk = 0; chunk < a.n_chunks; chunk++) {
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t from = chunk * a.n_rows + rows[i], to = chunk * n + i;
+            memcpy(memory.numbers.data() + to * chunk_bytes, a.numbers + from * chunk_bytes, chunk_bytes);
+            std::copy_n(a.starts + from * kMaxUnits, kMaxUnits, memory.starts.data() + to * kMaxUnits);
+            std::copy_n(a.scales + from * kMaxUnits, kMaxUnits, memory.scales.data() + to * kMaxUnits);
+            std::copy_n(a.sums + from * kMaxUnits, kMaxUnits, memory.sums.data() + to * kMaxUnits);
+        }
+    }
+    return {n, a.n_columns, a.n_chunks, memory.numbers.data(), memory.starts.data(), memory.scales.data(), memory.sums.data()};
+}
+
 // All threads quantize some rows, and wait for the others.
 void quantize_rows(FastGraph::Quantized & quantized, const Activations & a) {
     const Kernel & kernel = *quantized.kernel;
@@ -95,13 +121,7 @@ void FastGraph::add(ggml_tensor * product) {
         quantized.emplace_back().source = source;
         quantized.back().kernel = kernel;
         const Activations a = activations_of(quantized.back(), memory);
-        const size_t n = a.n_chunks * a.n_rows, n_bytes = n * kernel->chunk_bytes;
-        if (memory.numbers.size() < n_bytes) memory.numbers.resize(n_bytes);
-        if (memory.scales.size() < n * kMaxUnits) {
-            memory.starts.resize(n * kMaxUnits);
-            memory.scales.resize(n * kMaxUnits);
-            memory.sums.resize(n * kMaxUnits);
-        }
+        make_room(memory, a.n_chunks * a.n_rows, kernel->chunk_bytes);
     }
     product->op_params[kIndex] = products.size();
     products.emplace_back(quantized.back(), product->src[0]);
@@ -153,14 +173,24 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     }
     const int64_t n_tiles = (weights->ne[1] + kernel.n_lanes - 1) / kernel.n_lanes, n_items = n_tiles * n_uses;
     const int64_t step = std::max<int64_t>(1, n_items / (8 * n_threads));
+    static thread_local QuantizedMemory own;
+    size_t gathered_for = n_uses;
+    Activations in_a_row = activations;
     for (int64_t from; (from = product.taken.fetch_add(step, std::memory_order_relaxed)) < n_items;) {
         for (int64_t item = from; item < std::min(from + step, n_items); item++) {
             const size_t i = item / n_tiles;
             const Use & use = uses[i];
+            const int32_t row = use.rows[0];
+            const bool is_gathered = use.rows.back() != row + (int32_t) use.rows.size() - 1;
+            if (is_gathered && gathered_for != i) {
+                in_a_row = gathered(activations, use.rows, kernel.chunk_bytes, own);
+                gathered_for = i;
+            }
             const auto matrix_of = [&](int32_t i) { return (const uint8_t *) weights->data + i * weights->nb[2]; };
             const Weights matrix{matrix_of(use.matrix), weights->ne[1], weights->nb[1],
                                  i + 1 < n_uses ? matrix_of(uses[i + 1].matrix) : (const uint8_t *) next->data};
-            kernel.multiply(matrix, item % n_tiles * kernel.n_lanes, activations, use.rows, use.to.data());
+            kernel.multiply(matrix, item % n_tiles * kernel.n_lanes, is_gathered ? in_a_row : activations, is_gathered ? 0 : row,
+                            use.rows.size(), use.to.data());
         }
     }
 }

@@ -17,7 +17,6 @@ namespace ggpipe::GGPIPE_QUADS {
 // Compilers would add up products in another order, for which there are not enough registers.
 GGPIPE_AVX2 GGPIPE_INLINE inline void in_this_order(V & sum) { asm("" : "+x"(sum)); }
 
-#define GGPIPE_UNROLLED(INDEX, N) _Pragma("GCC unroll 8") for (int INDEX = 0; INDEX < (N); INDEX++)
 
 // ---- what products in lanes add to a result: the same operations in the same order for any number of rows ----
 
@@ -67,9 +66,9 @@ template <class Format, int R> struct QuadSums {
     V a[R], b[R];  // kSuper: integers of the chunk so far
     F sums[R];
 
-    GGPIPE_AVX2 GGPIPE_INLINE QuadSums(const Activations & all, int64_t chunk, const int32_t * rows, const F * results) {
+    GGPIPE_AVX2 GGPIPE_INLINE QuadSums(const Activations & all, int64_t chunk, int64_t row, const F * results) {
         GGPIPE_UNROLLED(r, R) {
-            x[r] = (const Numbers<Format> *) all.numbers + chunk * all.n_rows + rows[r];
+            x[r] = (const Numbers<Format> *) all.numbers + chunk * all.n_rows + row + r;
             a[r] = b[r] = _mm256_setzero_si256();
             sums[r] = results[r];
         }
@@ -129,8 +128,8 @@ template <class Format, int R> struct QuadSums {
 
 template <class Format, int R, class Prefetch>
 GGPIPE_AVX2 GGPIPE_INLINE inline void multiply_quads(const typename Format::From & from, const Activations & x, int64_t chunk,
-                                                    const int32_t * rows, F * results, const Prefetch & prefetch) {
-    QuadSums<Format, R> sums(x, chunk, rows, results);
+                                                    int64_t row, F * results, const Prefetch & prefetch) {
+    QuadSums<Format, R> sums(x, chunk, row, results);
     Block block;
     if constexpr (Format::kSuper) {
         Format::read(from, block);
@@ -198,13 +197,13 @@ template <class Format> struct Tile {
     // more than it brings where units are small, unless their products hardly fit into 16 bits.
     static constexpr size_t kFew = Format::kSuper && Format::kUnit == 16 && fours_at_once() == kFours ? 1 : 4;
     // The results of R rows of activations.
-    template <int R> GGPIPE_AVX2 GGPIPE_INLINE void multiply(const Activations & all, int64_t chunk, const int32_t * rows, F (*results)[2]) const {
+    template <int R> GGPIPE_AVX2 GGPIPE_INLINE void multiply(const Activations & all, int64_t chunk, int64_t row, F (*results)[2]) const {
         constexpr int kAtOnce = fours_at_once();
         const Numbers<Format> * x[R];
         F sums[R][2];
         V totals[R][2];  // kSuper: of the chunk so far
         GGPIPE_UNROLLED(r, R) {
-            x[r] = (const Numbers<Format> *) all.numbers + chunk * all.n_rows + rows[r];
+            x[r] = (const Numbers<Format> *) all.numbers + chunk * all.n_rows + row + r;
             GGPIPE_UNROLLED(half, 2) {
                 sums[r][half] = results[r][half];
                 totals[r][half] = _mm256_setzero_si256();
@@ -315,23 +314,22 @@ template <class Format> class Eight {
 };
 
 template <class Format, int R>
-GGPIPE_AVX2 void multiply_few(const Weights & weights, int64_t first, const Activations & a, const int32_t * rows, float * const * to) {
+GGPIPE_AVX2 void multiply_few(const Weights & weights, int64_t first, const Activations & a, int64_t row, float * const * to) {
     Eight<Format> eight(weights, first, kLanes);
     F results[R];
     for (F & result : results) result = _mm256_setzero_ps();
     for (int64_t chunk = 0; chunk < a.n_chunks; chunk++) {
-        multiply_quads<Format, R>(eight.chunk(chunk, a.n_columns), a, chunk, rows, results,
+        multiply_quads<Format, R>(eight.chunk(chunk, a.n_columns), a, chunk, row, results,
                                   [&](int u) GGPIPE_AVX2 GGPIPE_INLINE { eight.prefetch(chunk, u); });
     }
     for (int r = 0; r < R; r++) eight.store(results[r], to[r] + first);
 }
 
 template <class Format>
-GGPIPE_AVX2 void multiply_many(const Weights & weights, int64_t first, const Activations & a, const std::vector<int32_t> & rows,
-                               float * const * to) {
+GGPIPE_AVX2 void multiply_many(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n, float * const * to) {
     struct alignas(32) Line { float results[kTileRows]; };
     static thread_local std::vector<Line> lines;
-    lines.assign(rows.size(), Line{});
+    lines.assign(n, Line{});
     auto * results = (F (*)[2]) lines.data();
     Eight<Format> halves[2] = {{weights, first, kTileRows}, {weights, first + kLanes, kTileRows}};
     Tile<Format> tile;
@@ -340,28 +338,28 @@ GGPIPE_AVX2 void multiply_many(const Weights & weights, int64_t first, const Act
             tile.fill(half, halves[half].chunk(chunk, a.n_columns),
                       [&](int u) GGPIPE_AVX2 GGPIPE_INLINE { halves[half].prefetch(chunk, u); });
         }
-        size_t row = 0;
-        for (; row + 4 <= rows.size(); row += 4) tile.template multiply<4>(a, chunk, rows.data() + row, results + row);
-        switch (rows.size() - row) {
-            case 3: tile.template multiply<3>(a, chunk, rows.data() + row, results + row); break;
-            case 2: tile.template multiply<2>(a, chunk, rows.data() + row, results + row); break;
-            case 1: tile.template multiply<1>(a, chunk, rows.data() + row, results + row); break;
+        size_t i = 0;
+        for (; i + 4 <= n; i += 4) tile.template multiply<4>(a, chunk, row + i, results + i);
+        switch (n - i) {
+            case 3: tile.template multiply<3>(a, chunk, row + i, results + i); break;
+            case 2: tile.template multiply<2>(a, chunk, row + i, results + i); break;
+            case 1: tile.template multiply<1>(a, chunk, row + i, results + i); break;
         }
     }
-    for (size_t i = 0; i < rows.size(); i++) {
+    for (size_t i = 0; i < n; i++) {
         for (int half = 0; half < 2; half++) halves[half].store(results[i][half], to[i] + first + half * kLanes);
     }
 }
 
-template <class Format> GGPIPE_AVX2 void multiply(const Weights & weights, int64_t first, const Activations & a,
-                                                 const std::vector<int32_t> & rows, float * const * to) {
-    if (rows.size() > Tile<Format>::kFew) return multiply_many<Format>(weights, first, a, rows, to);
-    for (int64_t row = first; row < std::min<int64_t>(first + kTileRows, weights.n_rows); row += kLanes) {
-        switch (rows.size()) {
-            case 1: multiply_few<Format, 1>(weights, row, a, rows.data(), to); break;
-            case 2: multiply_few<Format, 2>(weights, row, a, rows.data(), to); break;
-            case 3: multiply_few<Format, 3>(weights, row, a, rows.data(), to); break;
-            case 4: multiply_few<Format, 4>(weights, row, a, rows.data(), to); break;
+template <class Format>
+GGPIPE_AVX2 void multiply(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n, float * const * to) {
+    if (n > Tile<Format>::kFew) return multiply_many<Format>(weights, first, a, row, n, to);
+    for (int64_t eight = first; eight < std::min<int64_t>(first + kTileRows, weights.n_rows); eight += kLanes) {
+        switch (n) {
+            case 1: multiply_few<Format, 1>(weights, eight, a, row, to); break;
+            case 2: multiply_few<Format, 2>(weights, eight, a, row, to); break;
+            case 3: multiply_few<Format, 3>(weights, eight, a, row, to); break;
+            case 4: multiply_few<Format, 4>(weights, eight, a, row, to); break;
         }
     }
 }

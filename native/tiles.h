@@ -13,7 +13,7 @@
 
 namespace ggpipe {
 
-constexpr int kMaxRows = 8;  // of activations at a time
+constexpr int kMaxRows = kSpareRows + 1;  // of activations at a time
 
 struct alignas(64) Line { float results[kLanes]; };
 typedef int8_t Narrow __attribute__((vector_size(kLanes)));
@@ -69,24 +69,17 @@ template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row
     }
 }
 
-// A chunk of some rows of activations.
-template <int R> struct Chunk {
-    const int8_t * numbers[R];
-    const int32_t * starts[R];
-    const float * scales[R], * sums[R];
+// A chunk of some rows of activations, one after another.
+struct Chunk {
+    const int8_t * numbers;
+    const int32_t * starts;
+    const float * scales, * sums;
 
-    GGPIPE_TARGET GGPIPE_INLINE Chunk(const Activations & a, int64_t chunk, const int32_t * rows) {
-        for (int r = 0; r < R; r++) {
-            const int64_t at = chunk * a.n_rows + rows[r];
-            numbers[r] = a.numbers + at * kChunk;
-            starts[r] = a.starts + at * kMaxUnits;
-            scales[r] = a.scales + at * kMaxUnits;
-            sums[r] = a.sums + at * kMaxUnits;
-        }
-    }
+    GGPIPE_TARGET GGPIPE_INLINE Chunk(const Activations & a, int64_t at)
+        : numbers(a.numbers + at * kChunk), starts(a.starts + at * kMaxUnits), scales(a.scales + at * kMaxUnits), sums(a.sums + at * kMaxUnits) {}
     GGPIPE_TARGET GGPIPE_INLINE __m512i four(int r, int i) const {  // columns 4 * i to 4 * i + 3, for all lanes
         int32_t numbers_of_four;
-        memcpy(&numbers_of_four, numbers[r] + 4 * i, 4);
+        memcpy(&numbers_of_four, numbers + r * kChunk + 4 * i, 4);
         return _mm512_set1_epi32(numbers_of_four);
     }
 };
@@ -98,39 +91,41 @@ template <class Format, int R> struct Sums {
     // Whether minima come after all products: blocks of one unit have no other order, and many rows leave no registers.
     static constexpr bool kMinimaLast = Format::kHasMinima && (R == kMaxRows || !Format::kSuper);
     static constexpr bool kScalesNumbers = Format::kScalesAreSmall && R > 2;
-    const Chunk<R> x;
+    const Chunk x;
     Line * lines;
     F sums[R];
     I integers[R] = {};  // of a block, without its scale
 
-    GGPIPE_TARGET GGPIPE_INLINE Sums(const Activations & a, int64_t chunk, const int32_t * rows, Line * lines)
-        : x(a, chunk, rows), lines(lines) {
+    GGPIPE_TARGET GGPIPE_INLINE Sums(const Activations & a, int64_t chunk, int64_t row, Line * lines)
+        : x(a, chunk * a.n_rows + row), lines(lines) {
         for (int r = 0; r < R; r++) memcpy(&sums[r], &lines[r], sizeof sums[r]);
     }
     GGPIPE_TARGET GGPIPE_INLINE void add(int u, const U * weights, Scale scale, F minimum) {
         __m512i products[R];
-        for (int r = 0; r < R; r++) products[r] = kScalesNumbers ? (__m512i) integers[r] : _mm512_set1_epi32(x.starts[r][u]);
-        for (int step = 0; step < kSteps; step++) {
+        GGPIPE_UNROLLED(r, R) {
+            products[r] = kScalesNumbers ? (__m512i) integers[r] : _mm512_set1_epi32(x.starts[r * kMaxUnits + u]);
+        }
+        GGPIPE_UNROLLED(step, kSteps) {
             __m512i numbers = (__m512i) weights[step];
             if constexpr (kScalesNumbers) numbers = _mm512_mullo_epi16(numbers, (__m512i) (scale | scale << 16));
-            for (int r = 0; r < R; r++) products[r] = _mm512_dpbusd_epi32(products[r], numbers, x.four(r, u * kSteps + step));
+            GGPIPE_UNROLLED(r, R) products[r] = _mm512_dpbusd_epi32(products[r], numbers, x.four(r, u * kSteps + step));
         }
-        for (int r = 0; r < R; r++) add(r, u, (I) products[r], scale);
+        GGPIPE_UNROLLED(r, R) add(r, u, (I) products[r], scale);
         if (!kMinimaLast) add_minimum(u, minimum);
     }
     GGPIPE_TARGET GGPIPE_INLINE void add_minimum(int u, F minimum) {
-        for (int r = 0; r < R && Format::kHasMinima; r++) sums[r] = multiply_add(minimum, F{} + x.sums[r][u], sums[r]);
+        for (int r = 0; r < R && Format::kHasMinima; r++) sums[r] = multiply_add(minimum, F{} + x.sums[r * kMaxUnits + u], sums[r]);
     }
     GGPIPE_TARGET GGPIPE_INLINE void add(int r, int u, I product, Scale scale) {
         if constexpr (kScalesNumbers) integers[r] = product;
         else if constexpr (Format::kSuper) integers[r] += product * scale;
-        else sums[r] = multiply_add(floats(product), scale * x.scales[r][u], sums[r]);
+        else sums[r] = multiply_add(floats(product), scale * x.scales[r * kMaxUnits + u], sums[r]);
     }
     // After all units: their minima, and the block's scale.
     GGPIPE_TARGET GGPIPE_INLINE void end(const F * minima, F scale) {
         for (int u = 0; u < kChunk / Format::kUnit && kMinimaLast; u++) add_minimum(u, minima[u]);
         for (int r = 0; r < R; r++) {
-            if constexpr (Format::kSuper) sums[r] = multiply_add(floats(integers[r]), scale * x.scales[r][0], sums[r]);
+            if constexpr (Format::kSuper) sums[r] = multiply_add(floats(integers[r]), scale * x.scales[r * kMaxUnits], sums[r]);
             memcpy(&lines[r], &sums[r], sizeof sums[r]);
         }
     }
@@ -138,10 +133,12 @@ template <class Format, int R> struct Sums {
 
 // Calls `function` with a number of rows that is a constant: at least n, or kMax.
 template <int kMax, class Function> GGPIPE_TARGET GGPIPE_INLINE inline void with_count(size_t n, const Function & function) {
-    if (n == 1) function(std::integral_constant<int, 1>());
-    else if (n == 2 || kMax <= 2) function(std::integral_constant<int, std::min(2, kMax)>());
-    else if (n <= 4) function(std::integral_constant<int, std::min(4, kMax)>());
-    else function(std::integral_constant<int, kMax>());
+    const auto call = [&](auto count) GGPIPE_TARGET GGPIPE_INLINE { function(std::integral_constant<int, std::min(count(), kMax)>()); };
+    if (n == 1) call(std::integral_constant<int, 1>());
+    else if (n == 2 || kMax <= 2) call(std::integral_constant<int, 2>());
+    else if (n <= 4 || kMax <= 4) call(std::integral_constant<int, 4>());
+    else if (n <= 6) call(std::integral_constant<int, 6>());
+    else call(std::integral_constant<int, 8>());
 }
 
 template <class Format, class Emit> GGPIPE_TARGET GGPIPE_INLINE inline F unpack(typename Format::From from, const Emit & emit) {
@@ -179,7 +176,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add_row_by_row(Sums<Format, R> & sums, R
             for (int r = 0; r < R; r++) {
                 __m256i rows[4];
                 for (int j = 0; j < 4; j++) {
-                    rows[j] = Format::row(from[4 * i + j], sums.x.numbers[r] + block * Format::kBlock, sums.x.starts[r]);
+                    rows[j] = Format::row(from[4 * i + j], sums.x.numbers + r * kChunk + block * Format::kBlock, sums.x.starts + r * kMaxUnits);
                 }
                 fours[r][i] = in_halves(rows);
             }
@@ -187,23 +184,19 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add_row_by_row(Sums<Format, R> & sums, R
         scale = Format::scale(from, minima[block]);
         for (int r = 0; r < R; r++) {
             if constexpr (Format::kSuper) sums.integers[r] = added_up(fours[r]);
-            else sums.add(r, block, added_up(fours[r]) + sums.x.starts[r][block], scale);
+            else sums.add(r, block, added_up(fours[r]) + sums.x.starts[r * kMaxUnits + block], scale);
         }
         for (int u = 0; u < kUnits; u++) prefetch(block * kUnits + u);
     }
     sums.end(minima, scale);
 }
 
-// The results of 16 rows of weights, from `first` on, for some rows of activations.
-template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activations & a,
-                                                   const std::vector<int32_t> & rows, float * const * to) {
+// The results of 16 rows of weights, from `first` on, for `n` rows of activations, from `row` on.
+template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n,
+                                                   float * const * to) {
     constexpr int kUnits = kChunk / Format::kUnit;
-    // Padded: row 0 again, in place of those that a constant number of rows has too many.
-    static thread_local std::vector<int32_t> padded;
     static thread_local std::vector<Line> lines;
-    padded = rows;
-    padded.resize(rows.size() + kMaxRows - 1, rows[0]);
-    lines.assign(padded.size(), Line{});
+    lines.assign(n + kSpareRows, Line{});  // those that a constant number of rows has too many come to nothing
     using From = typename Format::From;
     constexpr int kPieces = kLanes / From::kGroup, kBytes = kChunk / Format::kBlock * Format::kBytes * From::kGroup;  // of a piece
     constexpr int kUnitBytes = kPieces * kBytes / kUnits;
@@ -226,18 +219,18 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
             from = From(copies[0], kBytes);
         }
         if constexpr (Format::kRowByRow > 0) {
-            if (rows.size() <= Format::kRowByRow) {
-                with_count<Format::kRowByRow>(rows.size(), [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                    Sums<Format, count()> sums(a, chunk, padded.data(), lines.data());
+            if (n <= Format::kRowByRow) {
+                with_count<Format::kRowByRow>(n, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
+                    Sums<Format, count()> sums(a, chunk, row, lines.data());
                     add_row_by_row(sums, from, prefetch);
                 });
                 continue;
             }
         }
         F minima[kUnits];
-        if (rows.size() <= kMaxRows) {
-            with_count<kMaxRows>(rows.size(), [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                Sums<Format, count()> sums(a, chunk, padded.data(), lines.data());
+        if (n <= kMaxRows) {
+            with_count<kMaxRows>(n, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
+                Sums<Format, count()> sums(a, chunk, row, lines.data());
                 const F scale = unpack<Format>(from, [&](int u, const U * numbers, auto scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
                     sums.add(u, numbers, scale, minimum);
                     minima[u] = minimum;
@@ -255,15 +248,15 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
             minima[u] = minimum;
             prefetch(u);
         });
-        for (size_t row = 0; row < rows.size(); row += kMaxRows) {
-            with_count<kMaxRows>(rows.size() - row, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                Sums<Format, count()> sums(a, chunk, padded.data() + row, lines.data() + row);
+        for (size_t i = 0; i < n; i += kMaxRows) {
+            with_count<kMaxRows>(n - i, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
+                Sums<Format, count()> sums(a, chunk, row + i, lines.data() + i);
                 for (int u = 0; u < kUnits; u++) sums.add(u, tile[u], scales[u], minima[u]);
                 sums.end(minima, scale);
             });
         }
     }
-    for (size_t i = 0; i < rows.size(); i++) memcpy(to[i] + first, &lines[i], n_rows * sizeof(float));
+    for (size_t i = 0; i < n; i++) memcpy(to[i] + first, &lines[i], n_rows * sizeof(float));
 }
 
 }  // namespace ggpipe

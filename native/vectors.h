@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #define GGPIPE_INLINE __attribute__((always_inline))
+#define GGPIPE_UNROLLED(INDEX, N) _Pragma("GCC unroll 8") for (int INDEX = 0; INDEX < (N); INDEX++)
 
 namespace ggpipe {
 
