@@ -139,9 +139,13 @@ def test_turns_in_which_no_draft_token_pays_are_not_taken() -> None:
     assert sum(served.ways(ahead_s=2.5, turn_s=2.0)) < 10
 
 
-@pytest.mark.parametrize(("crowding", "in_turn"), [(0.0, False), (1.0, False), (1.5, True)])
-def test_requests_begin_in_turn_where_threads_exceed_cores(crowding: float, in_turn: bool) -> None:
-    assert Turns(crowding).in_turn is in_turn
+@pytest.mark.parametrize(
+    ("crowding", "sparsity", "in_turn"), [(0.0, 1.0, False), (1.0, 1.0, False), (1.5, 1.0, True), (1.5, 4.0, False)]
+)
+def test_requests_begin_in_turn_where_threads_exceed_cores_and_rows_are_cheap(
+    crowding: float, sparsity: float, in_turn: bool
+) -> None:
+    assert Turns(crowding, sparsity).in_turn is in_turn
 
 
 def test_nothing_is_decided_before_a_drafter_has_drafted() -> None:

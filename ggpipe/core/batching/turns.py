@@ -9,10 +9,11 @@ own. The expected time of a token follows from these and the drafter's agreement
 learned for each way.
 Run costs, paces and what is learned are kept for later requests. Until enough is known about a way, its speed is
 assumed: where the ranks of a machine have more threads than it has cores, runs ahead take longer in that proportion, so
-requests begin in turn; elsewhere, they begin ahead. That assumption fades, and what is known about the way that is not
-in use is slowly forgotten, so it is tried again now and then, less often with each trial that fails. In turn, the
-expected number of accepted tokens counts, by the draft tokens' probabilities, not the actual one: a round takes about
-as long whatever is accepted, so a few rounds show the speed.
+requests begin in turn, unless the target has experts, which make rows dear; elsewhere, they begin ahead. That
+assumption fades, and what is known about the way that is not in use is slowly forgotten, so it is tried again now and
+then, less often with each trial that fails. In turn, the expected number of accepted tokens counts, by the draft
+tokens' probabilities, not the actual one: a round takes about as long whatever is accepted, so a few rounds show the
+speed.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Turns:
     """See the module's text."""
 
     crowding: float = 0.0
-    """See `Limits`."""
+    sparsity: float = 1.0
+    """See `Limits` for both."""
     in_turn: bool = field(init=False)
     """Drafters and target take turns."""
     _slower: float = field(init=False)
@@ -132,7 +134,7 @@ class Turns:
     """The same, for the way that is taken again when the next trial has failed."""
 
     def __post_init__(self) -> None:
-        self.in_turn = self.crowding > 1
+        self.in_turn = self.crowding > 1 and self.sparsity <= 1
         self._slower = max(self.crowding, 1.0)
 
     def accepted(
