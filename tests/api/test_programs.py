@@ -79,19 +79,26 @@ def test_ranks_that_die(tmp_path: Path) -> None:
     logging.basicConfig(stream=sys.stdout)
     from pathlib import Path
 
-    def kill_rank():
+    def children():
+        found = []
         for folder in Path("/proc").iterdir():
-            if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            if folder.name.isdecimal():
                 with contextlib.suppress(FileNotFoundError):
                     if f"PPid:\\t{os.getpid()}\\n" in (folder / "status").read_text():
-                        os.kill(int(folder.name), signal.SIGKILL)
+                        found.append(int(folder.name))
+        return found
+
+    def kill(processes):
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
 
     with engine:
-        for number, token in enumerate(engine.generate("Once upon a time", n_predict=200, ignore_eos=True)):
+        ranks = children()  # before the first token: they have the others soon
+        for number, token in enumerate(engine.generate("Once upon a time", n_predict=400, ignore_eos=True)):
             if number == 3:
-                kill_rank()
+                kill(ranks)
         print("TOKENS", number + 1)
-        kill_rank()
+        kill(children())
         try:
             engine.generate("Once upon a time").wait()
             print("ANSWERED")
@@ -100,6 +107,6 @@ def test_ranks_that_die(tmp_path: Path) -> None:
     """
     code, out, err = Program(tmp_path, script, {}, n_restarts=1).ends()
     assert (code, err) == (0, ""), err
-    assert "TOKENS 200" in out
+    assert "TOKENS 400" in out
     assert "starting the ranks again (1 of 1)" in out
     assert "ERROR the rank ended: signal 9" in out or "is gone" in out
