@@ -236,6 +236,7 @@ def test_training_ends_where_validation_has_stopped_falling() -> None:
 def test_either_draft_and_depths() -> None:
     first, second = np.array([1, 1, 0, 0], bool), np.array([1, 0, 1, 0], bool)
     assert report.union([first, second]).tolist() == [True, True, True, False]
+    assert [report.distinct(tokens) for tokens in ([1, 2, 3, 4, 5], [1] * 7, [1, 2])] == [1.0, 0.25, 0.0]
     assert report.in_a_row([first, second]) == [0.5, 0.5]
     assert report.in_a_row([~first & first, second]) == [0.0, 0.0]
 

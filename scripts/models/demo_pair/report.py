@@ -59,10 +59,10 @@ def lines(models: Finished, validation: NDArray[np.int64]) -> Iterator[str]:
     with torch.no_grad():
         yield "target, by position: nats a token on held-back text; share of distinct 4-grams of a sampled output"
         yield from _by_position(models, validation)
-        yield f"agreement along {NEW_TOKENS} greedy tokens after each prompt, %"
+        yield f"agreement along {NEW_TOKENS} greedy tokens after each prompt, and distinct 4-grams of these, %"
         columns = [*models.drafts, *(["either"] if len(models.drafts) > 1 else [])]
         columns += ["head 1", "head 2", "head 3"] if models.head else []
-        yield f"{'prompt':12}{'tokens':>8}" + "".join(f"{name:>{_width(name)}}" for name in columns)
+        yield f"{'prompt':12}{'tokens':>8}{'distinct':>10}" + "".join(f"{name:>{_width(name)}}" for name in columns)
         for path in sorted(PROMPTS.glob("*.txt")):
             yield from _after(models, path)
 
@@ -80,6 +80,12 @@ def in_a_row(hits: Sequence[Bools]) -> list[float]:
         rates.append(float(depth[before].mean()) if before.any() else 0.0)
         before = before & depth
     return rates
+
+
+def distinct(tokens: Sequence[int]) -> float:
+    """The share of distinct 4-grams: little where a text repeats itself."""
+    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+    return len(set(grams)) / max(1, len(grams))
 
 
 def expected_reply(prompt: str) -> str | None:
@@ -112,7 +118,8 @@ def _after(models: Finished, path: Path) -> Iterator[str]:
         shares["either"] = float(union(list(columns.values())).mean())
     if models.head:
         shares |= dict(zip(("head 1", "head 2", "head 3"), _head_rates(models, tokens, len(prompt)), strict=True))
-    yield f"{path.stem:12}{len(written):8}" + "".join(f"{100 * s:{_width(name)}.1f}" for name, s in shares.items())
+    begin = f"{path.stem:12}{len(written):8}{100 * distinct(written):10.1f}"
+    yield begin + "".join(f"{100 * s:{_width(name)}.1f}" for name, s in shares.items())
     if (expected := expected_reply(text)) is not None:
         reply = models.tokenizer.decode(written)
         ratio = difflib.SequenceMatcher(None, expected, reply, autojunk=False).ratio()
@@ -143,10 +150,9 @@ def _by_position(models: Finished, validation: NDArray[np.int64]) -> Iterator[st
     prompt = models.tokenizer.encode(BOUNDARY + (PROMPTS / "tale.txt").read_text(encoding="utf-8")).ids
     written = np.array(_write(models.target, prompt, LONG_TOKENS, 0.8, ends=()))
     for start in range(0, window, BLOCK_TOKENS):
-        block = written[start : start + BLOCK_TOKENS]
-        grams = {tuple(block[i : i + 4]) for i in range(len(block) - 3)}
+        block = written[start : start + BLOCK_TOKENS].tolist()
         loss = float(each[:, start : start + BLOCK_TOKENS].mean())
-        yield f"  {start:4} to {start + BLOCK_TOKENS:4}: {loss:.2f}, {len(grams) / max(1, len(block) - 3):.2f}"
+        yield f"  {start:4} to {start + BLOCK_TOKENS:4}: {loss:.2f}, {distinct(block):.2f}"
 
 
 def _write(target: Model, prompt: Sequence[int], most: int, heat: float, ends: Sequence[int] = ENDS) -> list[int]:
