@@ -15,13 +15,17 @@ from ggpipe.display.live.notebook import SPACE, html_of, in_notebook
 from ggpipe.display.live.panel import loading_panel
 from ggpipe.stats.records import RankStats
 
-CELLS = (
-    f"import ggpipe\nengine = ggpipe.Engine({str(TARGET)!r}, n_ctx=512, threads=1, temp=0, n_predict=8).load()",
-    'answer = engine.generate("Once upon a time").wait()\nprint(answer.text)',
-    'print((await engine.generate("There was a king")).text)',
+DRAWN = (
     "import threading\n"
     "for thread in threading.enumerate():\n    if thread.name == 'ggpipe panel':\n        thread.join()\n"
-    "engine.close()",
+)
+"""Until all panels have their last state: nbclient drops what comes between two cells."""
+CELLS = (
+    "import ggpipe\n"
+    f"engine = ggpipe.Engine({str(TARGET)!r}, n_ctx=512, threads=1, temp=0, n_predict=8).load()\n{DRAWN}",
+    'answer = engine.generate("Once upon a time").wait()\nprint(answer.text)',
+    'print((await engine.generate("There was a king")).text)',
+    f"{DRAWN}engine.close()",
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from support.browser import LIMIT_MS, Watched, browser
 from support.commands import ROOT, wait_for
 from support.servers import DRAFT, Serving, server
@@ -291,15 +291,24 @@ def test_what_was_written_before_a_reload_is_kept(page: Page) -> None:
 def test_a_message_waits_until_the_model_is_loaded(watched: Watched, page: Page) -> None:
     error = '{"status": "loading", "error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}'
     urls = ("**/v1/chat/completions", "**/health")
+    is_loading = True
+
+    def answer(route: Route) -> None:
+        if is_loading:
+            route.fulfill(status=503, content_type="application/json", body=error)
+        else:
+            route.continue_()
+
     for url in urls:
-        page.route(url, lambda route: route.fulfill(status=503, content_type="application/json", body=error))
+        page.route(url, answer)
     with page.expect_response(urls[0]), page.expect_response(urls[1]):
         send(page, "Tell me of a hen.")
     with page.expect_response(urls[0]):
         expect(page.locator(ANSWER)).to_have_attribute("aria-busy", "true")
+    is_loading = False  # requests under way hang if their route is removed
+    wait_for_end(page)
     for url in urls:
         page.unroute(url)
-    wait_for_end(page)
     expect(page.locator(f"{ANSWER} .status")).to_contain_text("24 tokens")
     watched.errors[:] = [error for error in watched.errors if "503" not in error]
 
