@@ -87,7 +87,7 @@ def test_a_hostile_schema_delays_no_others(session: Session) -> None:
     slow = json.dumps({"allOf": [{"required": [f"p{i}_{n}" for i in range(9000)]} for n in range(9)]})
     hostile = session.submit(asked(prompt, SamplingConfig(json_schema=slow), 20))
     again = session.submit(asked(prompt, SamplingConfig(json_schema=slow), 20))
-    other = session.submit(asked(prompt, SamplingConfig(temp=0, json_schema='{"const": [1, 2]}'), 200))
+    other = session.submit(asked(prompt, SamplingConfig(temp=0, json_schema='{"const": [1, 2]}'), 20))
     plain = session.submit(asked(prompt, SamplingConfig(temp=0), 20))
     left = session.submit(asked(prompt, SamplingConfig(json_schema=slow + " "), 20))
     while other.is_active or plain.is_active:

@@ -178,7 +178,7 @@ def test_a_model_that_cannot_roll_back_is_not_speculated_for(tmp_path: Path) -> 
         (("-n", "1"), ("-n/--predict", "got 1")),
         (("-n", "-1"), ("-n/--predict", "got -1")),
         (("-f", "nowhere.txt"), ("nowhere.txt",)),
-        (("-f", "prompts/long.txt", "-c", "256"), ("long has", "tokens", "raise -c")),
+        (("-f", "prompts/long.txt", "-c", "256"), ("719", "raise -c")),
         (("-f", "prompts/tale.txt", "-c", "256", "-n", "200"), ("tale has 57 tokens", "raise -c/--ctx-size to 257")),
         (("-n", "500", "-c", "128"), ("raise -c",)),
         (("--plots", "here", "--plot-format", "gif"), ("--plot-format must be svg, png or pdf, got gif",)),

@@ -32,8 +32,7 @@ def recommend(src: Path, dst: Path, values: Mapping[str, float | str]) -> Path:
 def add_tokens(src: Path, dst: Path, texts: Sequence[str], like: int, chat_template: str = "") -> Path:
     """Write `src` to `dst` with a control token for each text, behind all others.
 
-    The model reads and writes each of them as it does the token `like`, so it draws them about as often. Where `src`
-    has a token with such a text, that one gets another text.
+    The model reads and writes each of them as it does the token `like`, so it draws them about as often.
     """
     reader = gguf.GGUFReader(src)
     architecture = reader.fields["general.architecture"].contents()
@@ -41,13 +40,12 @@ def add_tokens(src: Path, dst: Path, texts: Sequence[str], like: int, chat_templ
     for key, field in reader.fields.items():
         value = field.contents()
         if key == "tokenizer.ggml.tokens":
-            value = [*(f"<|unused {i}|>" if text in texts else text for i, text in enumerate(value)), *texts]
+            value = [*value, *texts]
         elif key == "tokenizer.ggml.token_type":
             value = [*value, *[_CONTROL] * len(texts)]
         elif key == f"{architecture}.vocab_size":
             value += len(texts)
-        is_replaced = bool(chat_template) and key == "tokenizer.chat_template"
-        if not is_replaced and not key.startswith(("GGUF.", "general.architecture")):
+        if not key.startswith(("GGUF.", "general.architecture")):
             sub_type = field.types[1] if len(field.types) > 1 else None
             writer.add_key_value(key, value, field.types[0], sub_type)
     if chat_template:
