@@ -33,8 +33,8 @@ from ggpipe.planning.candidates import Constraints
 from ggpipe.planning.plan import Plan
 from ggpipe.planning.planner import PlanRequest, make_plan
 from ggpipe.profiling.profile import kernels_of, profile_ranks
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SyntheticText
-from ggpipe.sim.simulator import Sizes
 from ggpipe.transport.base import HEAD, Transport
 from ggpipe.transport.control import RankFacts, StartProfile, UseSplit
 

@@ -13,8 +13,9 @@ from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.layout import Layout
 from ggpipe.planning.placements import Arrangement, FurtherDraft
 from ggpipe.sim.arrivals import Traffic
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
-from ggpipe.sim.simulator import SimulationResult, Sizes
+from ggpipe.sim.simulator import SimulationResult
 from ggpipe.sim.virtual_cluster import VirtualPlacement
 from ggpipe.stats.traffic import traffic_summary
 

@@ -23,8 +23,8 @@ from ggpipe.planning.candidates import CandidateSearch, Constraints, Estimate, r
 from ggpipe.planning.evaluate import Candidate, Evaluation, Evaluator, drafts_of, placed
 from ggpipe.planning.placements import Arrangement, FurtherDraft
 from ggpipe.planning.plan import DraftRate, Plan, Prediction, RankPlan
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SyntheticText
-from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.virtual_cluster import VirtualPlacement
 
 _WORTH = 1.03  # another setting than the default, or another placement, has to be this much faster

@@ -15,8 +15,8 @@ from ggpipe.cluster.receipt import Receipt, ReceiptMode, ReceiptRun
 from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.config.speculation import Mode
 from ggpipe.core.layout import Layout
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
-from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.virtual_cluster import VirtualPlacement
 from ggpipe.stats.records import Spread, quartiles
 

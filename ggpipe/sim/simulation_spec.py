@@ -18,7 +18,8 @@ from ggpipe.config.speculation import THRESHOLDS, Mode, Policy, SpeculationConfi
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import Setting, SettingError, UsageError
 from ggpipe.sim.arrivals import Arrival, Traffic
-from ggpipe.sim.simulator import SimulatedRequest, SimulationResult, Sizes, serve
+from ggpipe.sim.limits import Sizes
+from ggpipe.sim.simulator import SimulatedRequest, SimulationResult, serve
 from ggpipe.sim.text import SECOND_CHOICE, Confidence, SimulatedTokens, SyntheticTokens, recorded
 from ggpipe.sim.virtual_cluster import VirtualPlacement, build
 from ggpipe.stats.records import RequestStats

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from ggpipe.config.context import MAX_SEQUENCES, MAX_STATES
 from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch
@@ -32,38 +31,25 @@ from ggpipe.core.events import (
     Tick,
     ToDrafter,
 )
-from ggpipe.core.layout import RankPlace, crowding
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits, Run, RunRecord, RunResult, Span
-from ggpipe.core.request import Limits, Request
+from ggpipe.core.request import Request
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.sim.arrivals import Arrival
 from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.cores import Cores, OwnCores
 from ggpipe.sim.draft import VirtualDraft
+from ggpipe.sim.limits import Sizes, limits_of, target_limits
 from ggpipe.sim.network import Network
 from ggpipe.sim.pipeline import VirtualPipeline
 from ggpipe.sim.stage import Process
 from ggpipe.sim.text import SimulatedTokens
-from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
+from ggpipe.sim.virtual_cluster import VirtualCluster
 from ggpipe.stats.activity import RankWork, part
 from ggpipe.stats.records import RankStats, RequestStats
 from ggpipe.transport.base import HEAD
 
 _ONE = LogitsRequest(LogitsKind.TOP, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of the context and of batches. See `n_ctx`, `n_batch` and `n_ubatch` of ContextConfig."""
-
-    n_ctx: int = 4096
-    n_batch: int = 2048
-    n_ubatch: int = 512
-    n_in_flight: int = 0
-    """Maximum number of runs in the target's pipeline; 0: one more than there are stages."""
-    n_requests: int = 1
-    """Requests that are served at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +142,10 @@ class _Simulation:
         processes = [Process(clock, cores[node], rank, cluster) for rank, node in enumerate(cluster.node_of)]
         network = self._network = Network(clock, cluster)
         self._process = processes[HEAD]
-        n_drafters = max(len(_drafters(cluster, speculation)), 1)
-        layouts = [pipeline.layout for pipeline in (cluster.target, *cluster.drafts)]
-        limits = _limits(sizes, cluster.target, speculation, n_drafters, crowding(layouts, _places(cluster)))
-        drafters = _drafters(cluster, speculation) if speculation.mode != "iterative" else ()
+        drafters = _drafters(cluster, speculation)
+        limits = target_limits(sizes, cluster, speculation, max(len(drafters), 1))
+        if speculation.mode == "iterative":
+            drafters = ()
         kinds = registry.kinds(_models(cluster))
         self._labels = registry.labels(_models(cluster))
         in_head = {
@@ -167,7 +153,6 @@ class _Simulation:
             for drafter in drafters
             if kinds[drafter] in registry.WITHOUT_MODEL
         }
-        limits = replace(limits, n_in_flight=sizes.n_in_flight or limits.n_in_flight)
         self._scheduler = Scheduler(limits, text_drafters=in_head)
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, cluster.target, HEAD, self._result_arrived
@@ -191,7 +176,7 @@ class _Simulation:
                 cluster,
                 model,
                 {i: asked.tokens for i, asked in enumerate(requests, 1)},
-                _limits(sizes, model, speculation, 1),
+                limits_of(sizes, model, speculation),
                 self._micro_batch_arrived,
                 drafter,
             )
@@ -349,17 +334,6 @@ def _cores(clock: VirtualClock, cluster: VirtualCluster, number: int) -> Cores:
     return Cores(clock, node.cores, node.crowd)
 
 
-def _places(cluster: VirtualCluster) -> list[RankPlace]:
-    """Where each rank is."""
-    n_cores = collections.Counter[str]()
-    for node in cluster.nodes:
-        n_cores[node.host] += node.cores
-    stages = {rank: stage for pipeline in (cluster.target, *cluster.drafts) for rank, stage in pipeline.stages.items()}
-    hosts = [cluster.host(rank) for rank in range(len(cluster.node_of))]
-    threads = (stages[rank].threads if rank in stages else 0 for rank in range(len(hosts)))
-    return [RankPlace(host, n_cores[host], n_threads) for host, n_threads in zip(hosts, threads, strict=True)]
-
-
 def _drafters(cluster: VirtualCluster, speculation: SpeculationConfig) -> tuple[int, ...]:
     """The ids of the drafters of each request."""
     return registry.chosen(speculation.drafters, _models(cluster))
@@ -368,25 +342,6 @@ def _drafters(cluster: VirtualCluster, speculation: SpeculationConfig) -> tuple[
 def _models(cluster: VirtualCluster) -> tuple[str, ...]:
     """The kinds of the drafters of its draft models."""
     return tuple(draft.drafter for draft in cluster.drafts)
-
-
-def _limits(
-    sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int, crowding: float = 0.0
-) -> Limits:
-    n_paths = speculation.sequences + n_drafters - 1
-    n_branches = speculation.branches if model.rolls_back else MAX_STATES
-    return Limits(
-        n_ctx=sizes.n_ctx,
-        n_batch=sizes.n_batch,
-        n_ubatch=sizes.n_ubatch,
-        n_in_flight=len(model.layout.stages) + 1,
-        n_seq=max(min(n_paths * sizes.n_requests + n_branches, MAX_SEQUENCES), sizes.n_requests),
-        n_requests=sizes.n_requests,
-        partial_prefixes=model.rolls_back,
-        rolls_back=model.rolls_back,
-        sparsity=model.sparsity,
-        crowding=crowding,
-    )
 
 
 def _ranks(cluster: VirtualCluster) -> list[RankStats]:

@@ -41,8 +41,8 @@ from ggpipe.core.layout import lay_out
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SimulationSpec
-from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.virtual_cluster import VirtualPlacement
 from scripts.bench.measuring import run_ggpipe
 from scripts.models.make_pair import Shape, make_pair

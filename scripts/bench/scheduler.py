@@ -26,7 +26,8 @@ from ggpipe.core.events import SchedulerAction, SchedulerEvent, SubmitRun
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.core.tree import Tree
 from ggpipe.sim import simulator
-from ggpipe.sim.simulator import Sizes, simulate
+from ggpipe.sim.limits import Sizes
+from ggpipe.sim.simulator import simulate
 from ggpipe.sim.text import SyntheticTokens
 
 TOKEN_S, ROW_SHARE, DRAFT_S = 0.32, 0.01, 0.005

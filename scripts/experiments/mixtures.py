@@ -24,8 +24,8 @@ from ggpipe.errors import UsageError
 from ggpipe.planning.candidates import Constraints
 from ggpipe.planning.plan import Plan
 from ggpipe.planning.planner import PlanRequest, make_plan
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SyntheticText
-from ggpipe.sim.simulator import Sizes
 
 N_CTX = 4096
 MXFP4 = 4.25  # bits per weight

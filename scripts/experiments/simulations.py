@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.display.progress import SimulationProgress
-from ggpipe.sim.simulator import Sizes, simulate
+from ggpipe.sim.limits import Sizes
+from ggpipe.sim.simulator import simulate
 from ggpipe.sim.text import Confidence, SyntheticTokens
 from ggpipe.stats.records import RequestStats
 from ggpipe.stats.summary import Summary, summary_of

@@ -15,8 +15,8 @@ from ggpipe.cluster.model_shape import ModelShape, block_head_shape, head_shape
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.core.drafters.eagle import HORIZON
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
-from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.text import SyntheticTokens
 from ggpipe.sim.virtual_cluster import placement_of, with_drafts, with_splits
 from ggpipe.stats.records import RequestStats

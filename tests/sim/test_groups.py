@@ -17,8 +17,8 @@ from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.layout import Layout
 from ggpipe.errors import UsageError
 from ggpipe.sim.groups import GroupCost, group_cost
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
-from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.virtual_cluster import StageSpec, VirtualCluster, build, placement_of, stage_cost, with_splits
 from ggpipe.stats.records import RequestStats
 

@@ -9,7 +9,8 @@ from support.quoting import Quote
 from support.virtual import ASYNC, ITERATIVE, checked, cluster
 
 from ggpipe.cluster.links import Overheads
-from ggpipe.sim.simulator import Sizes, simulate
+from ggpipe.sim.limits import Sizes
+from ggpipe.sim.simulator import simulate
 from ggpipe.sim.text import SimulatedTokens, SyntheticTokens
 from ggpipe.sim.virtual_cluster import VirtualCluster
 

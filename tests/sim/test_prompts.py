@@ -10,8 +10,8 @@ from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.toml import CLUSTERS, read_cluster
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.sim.arrivals import Traffic
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
-from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.virtual_cluster import build, placement_of
 
 MOST = 1.25

@@ -16,7 +16,8 @@ from support.virtual import ASYNC, ITERATIVE, SPECULATIVE, cluster, tokens, watc
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.sim.arrivals import Arrival, Traffic
-from ggpipe.sim.simulator import SimulatedRequest, SimulationResult, Sizes, serve, simulate
+from ggpipe.sim.limits import Sizes
+from ggpipe.sim.simulator import SimulatedRequest, SimulationResult, serve, simulate
 from ggpipe.sim.virtual_cluster import VirtualCluster
 from ggpipe.stats.records import percentile
 

@@ -17,7 +17,8 @@ from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.display.tables.summary import request_object
-from ggpipe.sim.simulator import Sizes, simulate
+from ggpipe.sim.limits import Sizes
+from ggpipe.sim.simulator import simulate
 from ggpipe.sim.text import SyntheticTokens
 from ggpipe.sim.virtual_cluster import build, placement_of
 from ggpipe.stats.records import RequestStats

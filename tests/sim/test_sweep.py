@@ -16,8 +16,9 @@ from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.errors import UsageError
 from ggpipe.sim.arrivals import Arrival, Traffic
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import NAMES, SimulationSpec, SyntheticText
-from ggpipe.sim.simulator import SimulationResult, Sizes
+from ggpipe.sim.simulator import SimulationResult
 from ggpipe.sim.sweep import Axis, parse_axis, sweep
 from ggpipe.sim.virtual_cluster import placement_of
 

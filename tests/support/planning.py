@@ -20,8 +20,8 @@ from ggpipe.planning.evaluate import Candidate, Evaluator
 from ggpipe.planning.placements import Arrangement
 from ggpipe.planning.plan import Plan
 from ggpipe.planning.planner import PlanRequest
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SyntheticText
-from ggpipe.sim.simulator import Sizes
 
 GB = 1e9
 TARGET = even_shape(

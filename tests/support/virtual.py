@@ -19,7 +19,8 @@ from ggpipe.core.layout import lay_out
 from ggpipe.core.request import Finish
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.sim import simulator
-from ggpipe.sim.simulator import Sizes, simulate
+from ggpipe.sim.limits import Sizes
+from ggpipe.sim.simulator import simulate
 from ggpipe.sim.text import SimulatedTokens, SyntheticTokens
 from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualCluster, VirtualNode
 from ggpipe.stats.records import RequestStats

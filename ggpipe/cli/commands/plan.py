@@ -39,7 +39,7 @@ from ggpipe.planning.drafters import DrafterCandidate, DrafterPlan, plan_drafter
 from ggpipe.planning.evaluate import tokens_of_users
 from ggpipe.planning.planner import PlanRequest
 from ggpipe.sim.arrivals import Traffic
-from ggpipe.sim.simulator import Sizes
+from ggpipe.sim.limits import Sizes
 
 _PLANNED = ("draft", "eagle3", "dflash")
 """Kinds of drafters that --drafters may name."""

@@ -45,8 +45,8 @@ from ggpipe.options.settings import (
     SimulateSettings,
 )
 from ggpipe.sim.against_receipt import compare
+from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import TRAFFIC_NAMES, SimulationSpec
-from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.sweep import Combination, parse_axis, sweep
 from ggpipe.sim.virtual_cluster import VirtualPlacement, placement_of, threads_of, with_drafts, with_splits
 
