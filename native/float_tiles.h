@@ -78,8 +78,8 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add_rows(const Piece<typename Type::Numb
         add<Type, kTile / 2, kRows, kFetches>(piece, kTile / 2, a, row, sums);
     }
 }
-// `n` rows of activations but the first `done`, `kRows` at a time, then those that are left. What comes next is fetched with the
-// first ones.
+// `n` rows of activations from `row` on without the first `done`: `kRows` at a time, then those that are left. What comes next
+// is fetched with the first ones.
 template <class Type, int kRows>
 GGPIPE_TARGET GGPIPE_INLINE inline void add_all(const Piece<typename Type::Number> & piece, const Activations & a, int64_t row, size_t n, size_t done,
                                                 F * sums) {

@@ -18,7 +18,7 @@ namespace ggpipe {
 
 constexpr int kChunk = 256;               // columns that are unpacked at a time
 constexpr int kMaxUnits = 16;             // of a chunk; each has a scale
-constexpr int kSpareRows = 7;             // of activations, after the last one: kernels may read them, for nothing
+constexpr int kSpareRows = 1;             // of activations, after the last one: kernels may read them, whatever they hold
 constexpr size_t kAhead = 8 << 10;        // bytes between the next tile and what is fetched meanwhile
 
 struct Weights {

@@ -55,7 +55,7 @@ const float * row_of(const ggml_tensor * t, int64_t row) {
     return (const float *) ((const char *) t->data + row % t->ne[1] * t->nb[1] + row / t->ne[1] * t->nb[2]);
 }
 
-// Memory for as many chunks of rows.
+// Room for `n` chunks of rows, and spare rows.
 void make_room(QuantizedMemory & memory, size_t n, int chunk_bytes) {
     n += kSpareRows;
     if (memory.numbers.size() < n * chunk_bytes) memory.numbers.resize(n * chunk_bytes);
@@ -65,7 +65,7 @@ void make_room(QuantizedMemory & memory, size_t n, int chunk_bytes) {
     memory.sums.resize(n * kMaxUnits);
 }
 
-// Some rows of `a`, one after another, in `memory`.
+// Some rows of `a`, copied to `memory` one after another.
 Activations gathered(const Activations & a, const std::vector<int32_t> & rows, int chunk_bytes, QuantizedMemory & memory) {
     const int64_t n = rows.size();
     make_room(memory, a.n_chunks * n, chunk_bytes);
@@ -173,9 +173,9 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     }
     const int64_t n_tiles = (weights->ne[1] + kernel.n_lanes - 1) / kernel.n_lanes, n_items = n_tiles * n_uses;
     const int64_t step = std::max<int64_t>(1, n_items / (8 * n_threads));
-    static thread_local QuantizedMemory own;
+    static thread_local QuantizedMemory memory;  // for the rows of an expert, which lie apart
     size_t gathered_for = n_uses;
-    Activations in_a_row = activations;
+    Activations in_a_row;
     for (int64_t from; (from = product.taken.fetch_add(step, std::memory_order_relaxed)) < n_items;) {
         for (int64_t item = from; item < std::min(from + step, n_items); item++) {
             const size_t i = item / n_tiles;
@@ -183,7 +183,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
             const int32_t row = use.rows[0];
             const bool is_gathered = use.rows.back() != row + (int32_t) use.rows.size() - 1;
             if (is_gathered && gathered_for != i) {
-                in_a_row = gathered(activations, use.rows, kernel.chunk_bytes, own);
+                in_a_row = gathered(activations, use.rows, kernel.chunk_bytes, memory);
                 gathered_for = i;
             }
             const auto matrix_of = [&](int32_t i) { return (const uint8_t *) weights->data + i * weights->nb[2]; };

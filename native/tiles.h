@@ -13,7 +13,7 @@
 
 namespace ggpipe {
 
-constexpr int kMaxRows = kSpareRows + 1;  // of activations at a time
+constexpr int kMaxRows = 8;  // of activations at a time
 
 struct alignas(64) Line { float results[kLanes]; };
 typedef int8_t Narrow __attribute__((vector_size(kLanes)));
@@ -76,7 +76,10 @@ struct Chunk {
     const float * scales, * sums;
 
     GGPIPE_TARGET GGPIPE_INLINE Chunk(const Activations & a, int64_t at)
-        : numbers(a.numbers + at * kChunk), starts(a.starts + at * kMaxUnits), scales(a.scales + at * kMaxUnits), sums(a.sums + at * kMaxUnits) {}
+        : numbers(a.numbers + at * kChunk),
+          starts(a.starts + at * kMaxUnits),
+          scales(a.scales + at * kMaxUnits),
+          sums(a.sums + at * kMaxUnits) {}
     GGPIPE_TARGET GGPIPE_INLINE __m512i four(int r, int i) const {  // columns 4 * i to 4 * i + 3, for all lanes
         int32_t numbers_of_four;
         memcpy(&numbers_of_four, numbers + r * kChunk + 4 * i, 4);
@@ -131,14 +134,13 @@ template <class Format, int R> struct Sums {
     }
 };
 
-// Calls `function` with a number of rows that is a constant: at least n, or kMax.
+// Calls `function` with a number of rows that is a constant: n or, where that is odd, one more (a spare row), but kMax at most.
 template <int kMax, class Function> GGPIPE_TARGET GGPIPE_INLINE inline void with_count(size_t n, const Function & function) {
-    const auto call = [&](auto count) GGPIPE_TARGET GGPIPE_INLINE { function(std::integral_constant<int, std::min(count(), kMax)>()); };
-    if (n == 1) call(std::integral_constant<int, 1>());
-    else if (n == 2 || kMax <= 2) call(std::integral_constant<int, 2>());
-    else if (n <= 4 || kMax <= 4) call(std::integral_constant<int, 4>());
-    else if (n <= 6) call(std::integral_constant<int, 6>());
-    else call(std::integral_constant<int, 8>());
+    if (n == 1) function(std::integral_constant<int, 1>());
+    else if (n == 2 || kMax <= 2) function(std::integral_constant<int, std::min(2, kMax)>());
+    else if (n <= 4) function(std::integral_constant<int, std::min(4, kMax)>());
+    else if (n <= 6) function(std::integral_constant<int, std::min(6, kMax)>());
+    else function(std::integral_constant<int, kMax>());
 }
 
 template <class Format, class Emit> GGPIPE_TARGET GGPIPE_INLINE inline F unpack(typename Format::From from, const Emit & emit) {
@@ -196,7 +198,7 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
                                                    float * const * to) {
     constexpr int kUnits = kChunk / Format::kUnit;
     static thread_local std::vector<Line> lines;
-    lines.assign(n + kSpareRows, Line{});  // those that a constant number of rows has too many come to nothing
+    lines.assign(n + kSpareRows, Line{});  // results of a spare row are dropped
     using From = typename Format::From;
     constexpr int kPieces = kLanes / From::kGroup, kBytes = kChunk / Format::kBlock * Format::kBytes * From::kGroup;  // of a piece
     constexpr int kUnitBytes = kPieces * kBytes / kUnits;

@@ -45,7 +45,7 @@ std::vector<float> results(const Kernel & kernel, const std::vector<uint8_t> & w
     for (int64_t i = 0; i < n; i++) kernel.quantize(x.data() + i * n_columns, i, a);
     const Weights matrix{weights.data(), n_rows, weights.size() / n_rows, weights.data()};
     std::vector<float> all;
-    for (size_t count : {70, 1, 2, 3, 4, 5, 8, 23}) {
+    for (size_t count : {70, 1, 2, 3, 4, 5, 6, 7, 8, 23}) {
         std::vector<float> some(n_rows * count, -1);
         std::vector<float *> to;
         for (size_t i = 0; i < count; i++) to.push_back(some.data() + i * n_rows);
