@@ -177,7 +177,7 @@ class RankPlace:
 
 
 def crowding(layouts: Iterable[Layout], places: Sequence[RankPlace]) -> float:
-    """Threads for each core of the most crowded machine that several stages of these pipelines are on; 0: none is.
+    """Threads per core on the most crowded machine that holds several stages of these pipelines; 0 if none does.
     `places`: of each rank."""
     n_stages, ranks = collections.Counter[object](), set[int]()
     for layout in layouts:

@@ -97,14 +97,14 @@ class Limits:
     prefill_slowdown: float = 5.0
     """How many times as long others' prompts may make a run while requests are decoding, approximately."""
     crowding: float = 0.0
-    """Threads for each core of the most crowded machine that several stages are on: while one computes, others may
-    take longer. 0: each has a machine of its own."""
+    """Threads per core on the most crowded machine that holds several stages: while one computes, others may take
+    longer. 0: each stage has a machine of its own."""
     sparsity: float = 1.0
     """Weights of the model, as a multiple of those that one row uses: 1 where it uses all, more with experts."""
 
     @property
     def shares_machine(self) -> bool:
-        """Some stages are on one machine."""
+        """Some machine holds several stages."""
         return self.crowding > 0
 
     @property

@@ -106,7 +106,7 @@ class Served:
 
 
 def chosen(ahead_s: float, turn_s: float) -> list[bool]:
-    return Served(Turns(crowding=1.5), cost_of(0.0), cost_of(0.0)).ways(ahead_s, turn_s)
+    return Served(Turns(crowding=1.5), cost_of(0.0), cost_of(0.0)).ways(ahead_s, turn_s, n_rounds=600)
 
 
 def test_the_faster_way_is_found_and_the_other_one_tried_now_and_then() -> None:

@@ -34,8 +34,9 @@ from ggpipe.core.tree import Node
 _PROBABILITY = operator.itemgetter(0)
 _COPIED, _COPIED_PATH = 16, 0.5
 """Depth and path probability of a chain of n-grams that leaves nothing to do for draft models on the same machine."""
-_ASSUMED = 0.1
-"""Time of a draft token as a share of a run's, where drafters take turns with the target and none was timed."""
+_DRAFTING = 0.1
+"""Time of a draft token as a share of a run's, where drafters take turns with the target and none was timed: 0.11 to
+the first one and 0.03 to each later one on two cores (the inflated pair)."""
 _WAIT_LIMIT = 2.0
 """Times a drafter's usual pace: the longest that a fresh root waits for its next draft token."""
 
@@ -159,7 +160,7 @@ def _usual_times(pipeline: PipelineState, pace: Pace) -> tuple[float, float] | N
     """How long a drafter takes to its first draft token below a root, and to each later one. In turn, a share of a run
     is assumed until they are known."""
     if pipeline.in_turn:
-        assumed_s = _ASSUMED * pipeline.cost.length * pipeline.cost.seconds(1)
+        assumed_s = _DRAFTING * pipeline.cost.length * pipeline.cost.seconds(1)
         first_s = assumed_s if pace.first_s is None else pace.first_s
         return first_s, first_s if pace.next_s is None else pace.next_s
     return None if pace.first_s is None or pace.next_s is None else (pace.first_s, pace.next_s)

@@ -22,7 +22,7 @@ _CLEARLY_LESS = 0.98
 """Times the time of a round: so much must a further run save. Fewer runs are less work for the same speed, and measured
 times are never quite equal."""
 _FEWEST_JUDGED = 8
-"""Draft tokens that show a drafter's agreement: it moves by 1/20 of the way with each, see `Calibration`."""
+"""Draft tokens that show a drafter's agreement: as many as what is assumed before counts for, see `Calibration`."""
 
 
 def usual_chain(calibration: Calibration, limit: int, n_roots: int = 1) -> list[float]:

@@ -13,7 +13,7 @@ _ONCE, _LEAST_AGREEMENT = 1 / 500, 0.01
 _TIMED = 4  # draft tokens below a fresh root that show the drafter's pace; later ones may wait for the head
 _BORDERS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97, 0.99)  # of the bins: a drafter's probabilities, about evenly in log-odds
 _BIN_KEEPS = 1 - 1 / 64  # weight of a bin's earlier draft tokens when one more is judged
-_PRIOR = 8.0  # draft tokens: as much the drafter's mean counts in a bin
+_PRIOR = 8.0  # draft tokens: as much count the drafter's mean in a bin, and the means that are assumed at first
 
 
 class _Bin:
@@ -49,7 +49,7 @@ class Calibration:
         no more probable one at this position."""
         if is_best:
             self.n_judged += 1
-            weight = max(_JUDGE, 1 / (self.n_judged + _PRIOR))  # a mean at first
+            weight = max(_JUDGE, 1 / (self.n_judged + _PRIOR))
             self.agreement += weight * (right - self.agreement)
             self._named += weight * (prob - self._named)
         self._bins[bisect_right(_BORDERS, prob)].judged(prob, right)

@@ -145,7 +145,7 @@ class RequestDrafters:
             if is_best:
                 counters.judged(proposal.drafter, is_right)
         for drafter, state in self._states.items():
-            if state.complete and not state.answers_at_once and drafter not in best:  # its best was not worth sending
+            if state.complete and not state.answers_at_once and drafter not in best:  # no token was worth sending
                 state.calibration.judged(0.0, False)
 
     def advanced(self, dead: Iterable[Node], epoch: int) -> None:
