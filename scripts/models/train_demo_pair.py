@@ -8,7 +8,8 @@ checkpoints in OUT_DIR/work, which are written every two minutes.
 
 1. tokenizer: byte-level BPE, 2,048 tokens, among them ChatML's.
 2. target (7.3 M parameters): learns the text, requests for tales in ChatML, and passages to repeat or to edit, on
-   windows of 512 tokens. The weights with the least validation loss count.
+   windows of 512 tokens, for all its steps: where it stopped at the least validation loss, it had learned neither to
+   copy nor to go on without repeating itself.
 3. outputs: the target writes text of its own, greedily and sampled; its 32 best candidates for each token are kept.
 4. draft (0.9 M): distilled on 3/4 the target's own text and 1/4 TEXT. Drafts distilled on TEXT alone agree with
    the target about half as often.
@@ -22,8 +23,8 @@ With --target FILE (and --draft FILE) the later stages are made for finished mod
 
 Needs torch, tokenizers and gguf, which are no dependencies of ggpipe: give them a virtual environment of their own.
 torch's builds for CPUs only ("+cpu") are enough; 2.13 was used. With --threads 2 on two cores that have AVX-512 BF16,
-a step of the target takes 1.1 s, and everything less than an hour: products are computed in bfloat16 there. It takes
-hours with AVX2.
+a step of the target takes 1.1 to 2.5 s, by machine, and with --bfloat16 three quarters of that; all stages take two
+hours or more. With AVX2 they take a day.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pathlib import Path
 
 from scripts.models.demo_pair.workspace import STAGES, InputError, Stop, StoppedError, Workspace
 
-STEPS = (("target", 1600), ("draft", 2600), ("second-draft", 1200), ("head", 500))
+STEPS = (("target", 4000), ("draft", 2600), ("second-draft", 1200), ("head", 500))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=0, metavar="N", help="stop after N minutes; default: never")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default %(default)s")
+    parser.add_argument("--bfloat16", action="store_true", help="the target's layers in bfloat16, on CPUs that have it")
     return parser
 
 
@@ -69,7 +71,7 @@ def train(args: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("medium")  # products in bfloat16 where the CPU has instructions for them
     stop = Stop(args.minutes)
     stop.listen()
-    names = ("text", "out_dir", "target", "draft", "window", "samples", "seed")
+    names = ("text", "out_dir", "target", "draft", "window", "samples", "seed", "bfloat16")
     steps = {f"{name.replace('-', '_')}_steps" for name, _ in STEPS}
     order = Order(stages=tuple(args.stages.split(",")), **{name: getattr(args, name) for name in (*names, *steps)})
     Training(order, Workspace(args.work or args.out_dir / "work"), stop).run()

@@ -126,14 +126,16 @@ def test_a_step_has_the_same_batch_in_each_run(tales: list[corpus.Tale]) -> None
     assert (stream == 0).sum() == len(tales) + 1
 
     def batches() -> tokens.Batches:
-        return tokens.Batches(stream, Tasks(tales), encode, 100, {"text": 2, "tell": 1, "copy": 2}, seed=4)
+        return tokens.Batches(stream, Tasks(tales), encode, 100, {"text": 2, "tell": 1, "copy": 2, "echo": 1}, seed=4)
 
     first, again = batches(), batches()
     again(7)
-    assert first(3).shape == (5, 101)
+    assert first(3).shape == (6, 101)
     assert np.array_equal(first(3), again(3))
     assert not np.array_equal(first(3), first(4))
-    assert list(first(3)[2:, 0]) == [0, 0, 0], "a request begins its window"
+    assert list(first(3)[2:5, 0]) == [0, 0, 0], "a request begins its window"
+    echo = list(first(3)[5])
+    assert any(echo[:n] == echo[n : 2 * n] for n in range(8, 51)), "unrelated tokens, twice"
 
 
 def test_a_text_shorter_than_a_window(tales: list[corpus.Tale]) -> None:
@@ -231,6 +233,7 @@ def test_training_ends_where_validation_has_stopped_falling() -> None:
     falling = [(50, 4.0), (100, 3.0), (150, 3.5)]
     assert not training.gives_up(falling, 100)
     assert training.gives_up([*falling, (200, 3.1)], 100)
+    assert not training.gives_up([*falling, (200, 3.1)], None)
 
 
 def test_either_draft_and_depths() -> None:

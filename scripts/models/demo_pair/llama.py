@@ -85,19 +85,19 @@ def rotation(first: int, n: int) -> Tensor:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotary positions on neighbouring pairs, llama.cpp's "norm" kind; x is (..., position, HEAD_WIDTH)."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * rotation).flatten(-2)
 
 
 def states(
-    model: Model, tokens: Tensor, *, dropout: float = 0.0, taps: Sequence[int] = (), cache: Cache | None = None
+    model: Model, tokens: Tensor, *, taps: Sequence[int] = (), cache: Cache | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """The normalized last states of `tokens`, (batch, position, width), and the inputs of the layers `taps`.
 
     With a cache, `tokens` are the next position of each sequence, (batch, 1). Where taps are asked for, layers
     after the last of them are not computed.
     """
-    weights, training = model.weights, dropout > 0
+    weights = model.weights
     first = cache.used if cache else 0
     turn = rotation(first, tokens.shape[1])
     tapped = []
@@ -111,7 +111,7 @@ def states(
     def heads(x: Tensor, name: str) -> Tensor:
         return linear(x, name).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
 
-    x = F.dropout(F.embedding(tokens, weights["token_embd.weight"]), dropout, training)
+    x = F.embedding(tokens, weights["token_embd.weight"])
     for layer in range(model.shape.layers):
         if layer in taps:
             tapped.append(x)
@@ -128,15 +128,15 @@ def states(
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         y = F.scaled_dot_product_attention(query, key, value, is_causal=cache is None)
         y = linear(y.transpose(1, 2).flatten(-2), f"{block}.attn_output")
-        x = x + F.dropout(y, dropout, training)
+        x = x + y
         y = norm(x, f"{block}.ffn_norm")
         y = F.silu(linear(y, f"{block}.ffn_gate")) * linear(y, f"{block}.ffn_up")
-        x = x + F.dropout(linear(y, f"{block}.ffn_down"), dropout, training)
+        x = x + linear(y, f"{block}.ffn_down")
     if cache:
         cache.used += 1
     return norm(x, "output_norm"), tapped
 
 
-def logits(model: Model, tokens: Tensor, *, dropout: float = 0.0, cache: Cache | None = None) -> Tensor:
+def logits(model: Model, tokens: Tensor, *, cache: Cache | None = None) -> Tensor:
     """The next token's logits, (batch, position, vocabulary), after each of `tokens`, (batch, position)."""
-    return F.linear(states(model, tokens, dropout=dropout, cache=cache)[0], model.weights["output.weight"])
+    return F.linear(states(model, tokens, cache=cache)[0], model.weights["output.weight"])

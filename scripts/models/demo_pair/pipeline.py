@@ -26,10 +26,9 @@ with contextlib.suppress(ImportError):  # --help works without
 if TYPE_CHECKING:
     from torch import Tensor
 
-MIXTURE = {"text": 4, "tell": 1, "copy": 3}  # windows of a batch of the target's
+MIXTURE = {"text": 3, "tell": 2, "copy": 2, "echo": 1}  # windows of a batch of the target's
 TARGET = {"width": 256, "layers": 8, "kv_heads": 4, "wide": 768}
 DRAFT = {"width": 128, "layers": 2, "kv_heads": 2, "wide": 384}
-TARGET_DROPOUT = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +47,7 @@ class Order:
     head_steps: int
     samples: int
     seed: int
+    bfloat16: bool  # the target's layers are computed in it
 
 
 class Training:
@@ -105,12 +105,12 @@ class Training:
         batch_of = Batches(self.stream, Tasks(self.tales), self.encode, self.order.window, MIXTURE, self.order.seed)
 
         def loss(step: int) -> Tensor:
-            return _cross_entropy(model, batch_of(step), TARGET_DROPOUT)
+            return _cross_entropy(model, batch_of(step), self.order.bfloat16)
 
         def validate() -> float:
             return float(_cross_entropy(model, self.validation))
 
-        plan = Plan(name="target", steps=steps, rate=2e-3, patience=300, seed=self.order.seed)
+        plan = Plan(name="target", steps=steps, rate=2e-3, patience=None, seed=self.order.seed)
         fit(plan, model.weights, loss, validate, self.work.path("target.pt"), self.stop)
         self._write(model, "target")
 
@@ -193,11 +193,12 @@ class Training:
         self.work.finish(stage or role)
 
 
-def _cross_entropy(model: Model, windows: NDArray[np.int64], dropout: float = 0.0) -> Tensor:
+def _cross_entropy(model: Model, windows: NDArray[np.int64], bfloat16: bool = False) -> Tensor:
     """In nats a token; windows are (n, window + 1)."""
     tokens = torch.from_numpy(windows)
-    scores = logits(model, tokens[:, :-1], dropout=dropout)
-    return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        scores = logits(model, tokens[:, :-1])
+    return F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _digest(path: Path) -> str:

@@ -70,7 +70,8 @@ class Batches:
     """Windows of window + 1 tokens for each step, the same for a step however often it is asked for.
 
     `mixture` gives the windows a batch takes of each kind: "text" from random places of the stream, "tell" and
-    "copy" packed examples of Tasks, each of which begins a window or follows another.
+    "copy" packed examples of Tasks, each of which begins a window or follows another, and "echo" passages of
+    unrelated tokens, each twice: nothing but copying predicts the second half, so the model learns to copy early.
     """
 
     def __init__(
@@ -91,6 +92,9 @@ class Batches:
             start = dice.randrange(len(self._stream) - length + 1)
             return [int(token) for token in self._stream[start : start + length]]
         row: list[int] = []
+        while len(row) < length and kind == "echo":
+            passage = [int(dice.choice(self._stream)) for _ in range(int(8 * (self._window / 16) ** dice.random()))]
+            row += 2 * passage
         while len(row) < length:
             row += self._encode("".join(self._tasks.draw(dice, kind)))
         return row[:length]

@@ -25,12 +25,15 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long to train: at most `steps`, less where the validation loss has not fallen for `patience` steps."""
+    """How long to train: at most `steps`, less where the validation loss has not fallen for `patience` steps.
+
+    Without `patience` all steps are taken, and the last weights count.
+    """
 
     name: str
     steps: int
     rate: float  # the highest learning rate
-    patience: int
+    patience: int | None
     seed: int
 
 
@@ -40,8 +43,10 @@ def learning_rate(plan: Plan, step: int) -> float:
     return plan.rate * min(1.0, (step + 1) / WARM_UP_STEPS) * (0.1 + 0.9 * cosine)
 
 
-def gives_up(losses: Sequence[tuple[int, float]], patience: int) -> bool:
-    """Whether the best of (step, validation loss) is `patience` steps old."""
+def gives_up(losses: Sequence[tuple[int, float]], patience: int | None) -> bool:
+    """Whether the best of (step, validation loss) is `patience` steps old; None never gives up."""
+    if patience is None:
+        return False
     best = min(losses, key=lambda pair: pair[1])[0]
     return losses[-1][0] - best >= patience
 
@@ -54,7 +59,7 @@ def fit(
     checkpoint: Path,
     stop: Stop,
 ) -> list[tuple[int, float]]:
-    """Train `weights` in place, and leave in them those with the least validation loss; returns (step, loss) pairs.
+    """Train `weights` in place, and leave in them those that the plan counts; returns (step, loss) pairs.
 
     Continues from `checkpoint` where that exists, and keeps it up to date. Raises StoppedError once a requested
     stop has been saved.
@@ -80,7 +85,6 @@ def fit(
             torch.save({**state, "optimizer": optimizer.state()}, part)
 
     while step < plan.steps and not (losses and gives_up(losses, plan.patience)):
-        torch.manual_seed(1_000_003 * plan.seed + step)  # dropout is the same where a run was interrupted
         now = loss(step)
         now.backward()
         torch.nn.utils.clip_grad_norm_(list(weights.values()), 1.0)
@@ -89,7 +93,7 @@ def fit(
         if step % VALIDATE_STEPS == 0 or step == plan.steps:
             with torch.no_grad():
                 losses.append((step, validate()))
-            if losses[-1][1] <= min(value for _, value in losses):
+            if plan.patience is None or losses[-1][1] <= min(value for _, value in losses):
                 best = {name: tensor.detach().clone() for name, tensor in weights.items()}
             each_s = (time.monotonic() - began_s) / (step - began)
             line = f"loss {now.item():.3f}, validation {losses[-1][1]:.3f}, {each_s:.2f} s a step"
