@@ -34,14 +34,13 @@ class RunEnded(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """A token was sampled as asked. `end`: it ends the text. `logits_request`: what sampling the one after it takes.
-    `stop`: the output ends with this token, in a stop string."""
+    """A token was sampled as asked. `logits_request`: what sampling the one after it takes. `finish`: why the output
+    ends here; with END_OF_TEXT, the token is not a part of the output."""
 
     request: int
     token: int
-    end: bool
     logits_request: LogitsRequest
-    stop: bool = False
+    finish: Finish | None = None
 
 
 class RowNeeded(msgspec.Struct, frozen=True):

@@ -371,8 +371,8 @@ class Scheduler:
         if (state := self._open(event.request)) is None:
             return  # stopped meanwhile
         state.logits_request, state.keeps = event.logits_request, state.keeps or event.logits_request.keeps
-        if event.end:
-            self._end(state, Finish.END_OF_TEXT, actions)
+        if event.finish is Finish.END_OF_TEXT:
+            self._end(state, event.finish, actions)
             return
         state.enter(Phase.DECODING)
         dead = state.accept(event.token)
@@ -380,8 +380,8 @@ class Scheduler:
         root = state.tree.root
         drafters = sorted({proposal.drafter for proposal in root.proposals}) if root.submitted else ()
         actions.append(Emit(event.request, event.token, tuple(drafters)))
-        if event.stop:
-            self._end(state, Finish.STOP_STRING, actions)
+        if event.finish is not None:
+            self._end(state, event.finish, actions)
         elif state.epoch == state.n_predict:
             self._end(state, Finish.LENGTH, actions)
         elif root.pos >= self._admission.extended(state):

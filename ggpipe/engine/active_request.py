@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
-from ggpipe.core.request import Token, TokenProb
+from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine.prompt_reader import ReadPrompt
 from ggpipe.llama.constrained_sampler import Drawn, sampler_at
@@ -84,6 +84,12 @@ class ActiveRequest:
             probs = [TokenProb(id, self._vocab.piece(id), logprob) for id, logprob in self.sampler.probs]
             self._sampled.append(Token(token, self.decoder.push(token), (), tuple(probs), redrawn))
         return token
+
+    def finish(self, token: int, ends: frozenset[int]) -> Finish | None:
+        """Why the output ends with `token`, the last one sampled; None: it goes on. `ends`: as in `sample`."""
+        if token in ends:
+            return Finish.END_OF_TEXT
+        return Finish.STOP_STRING if self.decoder.is_stopped else None
 
     def take(self, drafters: tuple[str, ...]) -> Token:
         """The next token that was sampled and not given out yet. `drafters`: as in `Token`."""

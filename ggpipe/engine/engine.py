@@ -327,10 +327,7 @@ class EngineCore:
             return NoToken(request)
         if token is None:
             return RowNeeded(request)
-        is_end = token in self._ends
-        return Sampled(
-            request, token, is_end, active.sampler.logits_request(), not is_end and active.decoder.is_stopped
-        )
+        return Sampled(request, token, active.sampler.logits_request(), active.finish(token, self._ends))
 
     def _emit(self, request: int, active: ActiveRequest, drafters: Sequence[int]) -> None:
         if isinstance(active.sampler, ConstrainedSampler):

@@ -109,5 +109,5 @@ class HeadWork:
                     return run
                 case Sample(request, row):
                     token = row.ids[0] if row.ids is not None else 0
-                    actions += self._scheduler.handle(Sampled(request, token, False, _GREEDY), time.monotonic())
+                    actions += self._scheduler.handle(Sampled(request, token, _GREEDY), time.monotonic())
         raise RuntimeError("the scheduler submits no run: a bug")

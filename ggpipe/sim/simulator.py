@@ -231,7 +231,7 @@ class _Simulation:
                 case Sample(request, _):
                     active = self._active[request]
                     token = active.tokens.output[active.stats.n_generated]
-                    actions.extend(self._scheduler.handle(Sampled(request, token, False, _ONE), self._clock.now))
+                    actions.extend(self._scheduler.handle(Sampled(request, token, _ONE), self._clock.now))
                 case Emit(request, _, named_by):
                     stats = self._active[request].stats
                     stats.token_times.append(self._clock.now)

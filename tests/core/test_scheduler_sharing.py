@@ -87,7 +87,7 @@ class Pipeline:
                         n_text = sum(row.logits_request < 0 for row in run.rows)
                         self.sizes.append((len(run.rows) - n_text, n_text))
                     case Sample(request):
-                        events.append(Sampled(request, 7, False, ONE))
+                        events.append(Sampled(request, 7, ONE))
             self.scheduler.validate()
 
 
