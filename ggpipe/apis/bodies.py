@@ -185,6 +185,8 @@ class GenerationBody(SamplingBody, kw_only=True):
     max_tokens: TokenLimit | None = None
     max_completion_tokens: TokenLimit | None = None
     n_predict: TokenLimit | None = None
+    t_max_predict_ms: int | None = None
+    """Milliseconds after the first token until the output ends with its next new line; None, 0 or less: no limit."""
     cache_prompt: bool | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = None
@@ -228,7 +230,10 @@ class GenerationBody(SamplingBody, kw_only=True):
         """`n_choices` requests per prompt, in the order of the prompts. `usual`: for settings that the body omits.
         `completed`: `Chat.completed`. Raises BodyError, UsageError."""
         usual = msgspec.structs.replace(
-            usual, n_predict=self.most_tokens(usual.n_predict), cache_prompt=self.cache_prompt is not False
+            usual,
+            n_predict=self.most_tokens(usual.n_predict),
+            t_max_predict_ms=self.t_max_predict_ms or 0,
+            cache_prompt=self.cache_prompt is not False,
         )
         prompts = [
             completed(prompt) if isinstance(prompt, Conversation) else as_prompt(prompt) for prompt in self.prompts

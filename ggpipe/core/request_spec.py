@@ -20,6 +20,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. The head adds a conversation's grammar and marks of reasoning."""
     n_predict: int = -1
     """Tokens to generate at most, those of `resumed` included; -1: until the text ends or the context is full."""
+    t_max_predict_ms: int = 0
+    """Milliseconds after the first token until the output ends with its next new line; 0: no limit."""
     speculation: SpeculationConfig = SpeculationConfig()
     """How draft tokens are drafted; the head turns it off where there is no draft model."""
     cache_prompt: bool = True

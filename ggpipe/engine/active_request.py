@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,8 @@ class ActiveRequest:
         """Tokens of a resumed output whose rows the sampler has not seen yet, and whether they were drawn again."""
         self._sampled: collections.deque[Token] = collections.deque()
         """Tokens that are sampled and not given out yet."""
+        self._first_s = 0.0
+        """When the first of them was sampled (monotonic)."""
         if spec.sampling.remembers_rows:
             self._to_replay.extend((token, place in spec.redrawn) for place, token in enumerate(spec.resumed))
 
@@ -89,7 +92,15 @@ class ActiveRequest:
         """Why the output ends with `token`, the last one sampled; None: it goes on. `ends`: as in `sample`."""
         if token in ends:
             return Finish.END_OF_TEXT
-        return Finish.STOP_STRING if self.decoder.is_stopped else None
+        if self.decoder.is_stopped:
+            return Finish.STOP_STRING
+        return Finish.LENGTH if self._is_late() else None
+
+    def _is_late(self) -> bool:
+        """Whether the last token ends a line after the request's time."""
+        self._first_s = self._first_s or time.monotonic()
+        limit_s = self.spec.t_max_predict_ms / 1e3
+        return 0 < limit_s < time.monotonic() - self._first_s and "\n" in self._sampled[-1].text
 
     def take(self, drafters: tuple[str, ...]) -> Token:
         """The next token that was sampled and not given out yet. `drafters`: as in `Token`."""
