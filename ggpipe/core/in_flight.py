@@ -41,16 +41,14 @@ class RunPart(Generic[Owner]):
     """What came back of rows that are text."""
     after: int = -1
     """The run with the accepted tokens before these rows, if it was in flight when this one was submitted."""
+    n_text_rows: int = field(init=False)
+    """Rows before the nodes."""
+    n_prompt_rows: int = field(init=False)
+    """Rows of the prompt that are no nodes."""
 
-    @property
-    def n_text_rows(self) -> int:
-        """Rows before the nodes."""
-        return len(self.rows) - len(self.nodes)
-
-    @property
-    def n_prompt_rows(self) -> int:
-        """Rows of the prompt that are no nodes."""
-        return self.n_text_rows - self.n_again
+    def __post_init__(self) -> None:
+        self.n_text_rows = len(self.rows) - len(self.nodes)
+        self.n_prompt_rows = self.n_text_rows - self.n_again
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -74,7 +72,7 @@ class RunInFlight(Generic[Owner]):
     @property
     def n_prompt_rows(self) -> int:
         """Rows of prompts that are no nodes."""
-        return sum(part.n_prompt_rows for part in self.parts)
+        return sum([part.n_prompt_rows for part in self.parts])
 
 
 class InFlight(Generic[Owner]):

@@ -213,16 +213,17 @@ def most_per_second(probabilities: Iterable[float], cost: RunCost, n_roots: int 
     n_following, n_all = int(_FOLLOWING * (cost.length - 1)), len(probabilities)
     most = _CLEARLY_MORE * gain / cost.time(n_roots) if n_roots else 0.0
     time, length, one_s = cost.time, cost.length, cost.time(1)  # this loop runs for each row of each run
-    again_s, before = 0.0, 1.0
+    rolls_back, again_s, before = cost.rolls_back, 0.0, 1.0
+    least = probabilities[-1] / after if probabilities else 1.0
     for n, probability in enumerate(probabilities, 1):
         gain += probability
-        if not cost.rolls_back:
+        if not rolls_back:
             again_s += cost.again_s(before - probability, n_roots + n - 1)
             before = probability
         run_s, late_s = time(n_roots + n), again_s
         if not n_roots and run_s > one_s:
             last = n + n_following
-            kept = probabilities[last - 1] / after if last <= n_all else (probabilities[-1] / after) ** (last / n_all)
+            kept = probabilities[last - 1] / after if last <= n_all else least ** (last / n_all)
             late_s += length * (run_s - one_s) * (1 - kept)
         if (rate := gain / (run_s + late_s)) > most:
             best, most = n, rate

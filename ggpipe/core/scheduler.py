@@ -255,7 +255,7 @@ class Scheduler:
         """Submit what there is to submit and the pipeline has room for."""
         self._wake_at = None
         self._admission.make_room()
-        if any(state.phase is Phase.SAMPLING for state in self._states.values()):
+        if any([state.phase is Phase.SAMPLING for state in self._states.values()]):
             return  # it decides which draft tokens live, and others' tokens come out of the same run
         while True:
             states = [state for state in self._states.values() if state.has_rows]

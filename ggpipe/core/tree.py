@@ -73,6 +73,11 @@ class Node(msgspec.Struct, eq=False, kw_only=True):
         return self.run >= 0
 
     @property
+    def sorted_seqs(self) -> tuple[int, ...]:
+        """`seqs` in order."""
+        return tuple(self.seqs) if len(self.seqs) == 1 else tuple(sorted(self.seqs))
+
+    @property
     def path(self) -> tuple[int, ...]:
         """Its token and those between it and the root, the root's own left out, in order."""
         tokens, node = [], self

@@ -26,7 +26,7 @@ def part_of(
     cells += [(token, tree.root.pos - len(again) + i, own_seqs) for i, token in enumerate(again)]
     state.n_past = max(state.n_past, end)
     placed = tree.place(nodes, run, most)
-    cells += [(node.token, node.pos, tuple(sorted(node.seqs))) for node in placed]
+    cells += [(node.token, node.pos, node.sorted_seqs) for node in placed]
     rows, latest, index = [], None, -1
     for token, pos, seqs in cells:
         if (logits_request := state.logits_request_at(pos)) is not latest:

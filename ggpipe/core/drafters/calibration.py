@@ -42,6 +42,8 @@ class Calibration:
         """Positions that it was learned from."""
         self._named = 0.7
         """Mean probability that the drafter gave them."""
+        self._overall = 1.0
+        """What the drafter's probabilities are to be multiplied by, as far as the two means say."""
         self._bins = tuple(_Bin() for _ in range(len(_BORDERS) + 1))
 
     def judged(self, prob: float, right: bool, is_best: bool = True) -> None:
@@ -52,6 +54,7 @@ class Calibration:
             weight = max(_JUDGE, 1 / (self.n_judged + _PRIOR))
             self.agreement += weight * (right - self.agreement)
             self._named += weight * (prob - self._named)
+            self._overall = self.agreement / self._named if self._named > 0 else 1.0
         self._bins[bisect_right(_BORDERS, prob)].judged(prob, right)
 
     def probability(self, prob: float) -> float:
@@ -63,10 +66,13 @@ class Calibration:
         """
         if prob <= 0:
             return 0.0
-        overall = self.agreement / self._named if self._named > 0 else 1.0
         bin_, prior = self._bins[bisect_right(_BORDERS, prob)], _PRIOR * prob
-        calibrated = prob * (bin_.right + prior * overall) / (bin_.named + prior)
-        return min(calibrated, max(prob, 1 - 0.5 / (max(bin_.named, bin_.right) + 1)))
+        right, named = bin_.right, bin_.named
+        calibrated = prob * (right + prior * self._overall) / (named + prior)
+        if calibrated <= prob:
+            return calibrated
+        shown = 1 - 0.5 / ((named if named > right else right) + 1)
+        return calibrated if calibrated <= shown else max(prob, shown)
 
     @property
     def reach(self) -> int:

@@ -298,7 +298,7 @@ class DraftModel:
         if nodes:
             logits_request = logits_requests.setdefault(self._logits_request(state), len(logits_requests))
         for node in nodes:
-            seqs = tuple(sorted(node.seqs))
+            seqs = node.sorted_seqs
             rows.append(
                 Row(
                     token=self._readable(node.token),

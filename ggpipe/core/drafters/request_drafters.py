@@ -114,8 +114,10 @@ class RequestDrafters:
 
     def _probability(self, node: Node) -> float:
         """How probable a draft token is, as the drafter says that gives it most."""
-        calibrations = self._calibrations
-        return max([calibrations[proposal.drafter].probability(proposal.prob) for proposal in node.proposals])
+        calibrations, proposals = self._calibrations, node.proposals
+        if len(proposals) == 1:
+            return calibrations[proposals[0].drafter].probability(proposals[0].prob)
+        return max([calibrations[proposal.drafter].probability(proposal.prob) for proposal in proposals])
 
     def root_sent(self, now: float) -> None:
         """The drafters are sent the root."""
