@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -83,7 +84,8 @@ class Drafters:
 
 
 class DraftHead:
-    """On the first draft rank, or inside the head's process. All methods belong to the main thread."""
+    """On the first draft rank, or inside the head's process. Where the draft model has a single stage, that stage's
+    thread passes results on itself, so that the next run needs no other thread."""
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class DraftHead:
         self._send = send
         self._forget = forget
         self._records: list[RunRecord] = []
+        self._lock = threading.Lock()
 
     def ended(self, result: RunResult) -> None:
         """A run came back."""
@@ -106,27 +109,28 @@ class DraftHead:
 
     def handle(self, event: DraftEvent) -> None:
         """Give the state machine an event, and perform its actions."""
-        for action in self._drafter.handle(event, time.monotonic()):
-            match action:
-                case SubmitRun(run):
-                    self._pipeline.submit(run)
-                case CancelRuns() as cancelled:
-                    self._pipeline.cancel(cancelled)
-                case RunDone(records):
-                    self._records += records
-                case ToHead(micro_batch):
-                    self._send(micro_batch, self._records)
-                    self._records = []
-                case ForgetStates(before):
-                    self._forget(before)
+        with self._lock:
+            for action in self._drafter.handle(event, time.monotonic()):
+                match action:
+                    case SubmitRun(run):
+                        self._pipeline.submit(run)
+                    case CancelRuns() as cancelled:
+                        self._pipeline.cancel(cancelled)
+                    case RunDone(records):
+                        self._records += records
+                    case ToHead(micro_batch):
+                        self._send(micro_batch, self._records)
+                        self._records = []
+                    case ForgetStates(before):
+                        self._forget(before)
 
     def wait_s(self) -> float | None:
         """Seconds until `tick` is due; None when it is not."""
-        wake_at = self._drafter.wake_at
+        with self._lock:
+            wake_at = self._drafter.wake_at
         return None if wake_at is None else max(wake_at - time.monotonic(), 0.0)
 
     def tick(self) -> None:
         """To be called when `wait_s` has passed; does nothing too early."""
-        wake_at = self._drafter.wake_at
-        if wake_at is not None and time.monotonic() >= wake_at:
+        if self.wait_s() == 0:
             self.handle(Tick())

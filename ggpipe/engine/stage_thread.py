@@ -153,8 +153,9 @@ class StageThread:
     def submit(self, run: Run) -> None:
         """Compute a run as the first stage."""
         self._jobs.append(_Job(run, b"", (), None))
-        self._wake.set()
-        time.sleep(0)  # let the stage's thread have the GIL
+        if threading.current_thread() is not self._thread:
+            self._wake.set()
+            time.sleep(0)  # let the stage's thread have the GIL
 
     def submit_message(self, message: Payload) -> None:
         """Compute the run of a message from the rank before this one."""

@@ -64,6 +64,8 @@ class Worker:
         self._prefix_files: PrefixFiles | None = None
         self._target_states: TargetStates | None = None
         """What a draft head or MTP layers read, on their rank."""
+        self._draft_head: DraftHead | None = None
+        """On the first draft rank, from StartDraft on."""
 
     def serve(self) -> int:
         """Returns the exit code that the head gave."""
@@ -139,10 +141,13 @@ class Worker:
 
         def ended(outcome: ResultReady | Fetched) -> None:
             """Called in the stage's thread where the transport allows."""
-            if layout.head == rank:
-                self._inbox.put(outcome)
-                return
             match outcome:
+                case ResultReady(result) if self._draft_head is not None:
+                    self._draft_head.ended(result)
+                    if self._draft_head.wait_s() is not None:
+                        self._inbox.call()
+                case _ if layout.head == rank:
+                    self._inbox.put(outcome)
                 case ResultReady(result):
                     self._transport.send(layout.head, Kind.RESULT, codec.result_message(result))
                 case Fetched(request, row):
@@ -153,8 +158,8 @@ class Worker:
 
     def _serve(self, pipeline: Pipeline) -> int:
         """Handle all that comes until Quit; returns its exit code."""
-        draft_head: DraftHead | None = None  # on the first draft rank, from StartDraft on
         while True:
+            draft_head = self._draft_head
             wait_s = draft_head.wait_s() if draft_head is not None else None
             try:
                 match self._channel.next(_LONG_S if wait_s is None else wait_s):
@@ -162,7 +167,7 @@ class Worker:
                         return exit_code
                     case Received(_, StartDraft(drafter, kind, loaded_draft)):
                         started = registry.WITH_MODEL[kind](drafter, loaded_draft)
-                        draft_head = DraftHead(pipeline, started, self._send_micro_batch, self._forget)
+                        self._draft_head = DraftHead(pipeline, started, self._send_micro_batch, self._forget)
                     case Received(_, AskClock()):
                         self._channel.send(HEAD, Clock(time.monotonic()))
                     case Received(_, AskUsage()):
