@@ -117,7 +117,7 @@ class RankProfile:
     """Time to decode one row right after another rank of the machine computed, relative to repeated decodes while the
     other ranks are idle. None if the machine has a single rank, or there was no time to measure it."""
     guest: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Speed of a thread at nice 10 with as much work as a draft has for a row, while all ranks compute, relative to its
+    """Speed of a thread at nice 5 with as much work as a draft has for a row, while all ranks compute, relative to its
     speed alone. None if the ranks leave cores free, and for all but the first rank of a machine."""
     drafts: tuple[MeasuredLayers | None, ...] = ()
     """All layers of each model in `Profile.drafts`, measured alone, with the target's number of threads. None for one

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import itertools
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -176,16 +177,19 @@ class RankPlace:
     """Of the rank."""
 
 
-def crowding(layouts: Iterable[Layout], places: Sequence[RankPlace]) -> float:
-    """Threads per core on the most crowded machine that holds several stages of these pipelines; 0 if none does.
-    `places`: of each rank."""
+def crowding(target: Layout, drafts: Iterable[Layout], places: Sequence[RankPlace]) -> float:
+    """Threads per core on the machine of the target's median stage; 0 if no machine holds several stages, those of
+    drafts included. `places`: of each rank."""
     n_stages, ranks = collections.Counter[object](), set[int]()
-    for layout in layouts:
+    for layout in (target, *drafts):
         for stage in layout.stages:
             n_stages.update({places[rank].machine for rank in stage.ranks})
             ranks.update(stage.ranks)
+    if max(n_stages.values()) == 1:
+        return 0.0
     n_threads = collections.Counter[object]()
     for place in (places[rank] for rank in ranks):
         n_threads[place.machine] += place.n_threads
-    shared = (place for place in places if n_stages[place.machine] > 1)
-    return max((n_threads[place.machine] / place.n_cores for place in shared), default=0.0)
+    return statistics.median_high(
+        max(n_threads[places[rank].machine] / places[rank].n_cores for rank in stage.ranks) for stage in target.stages
+    )

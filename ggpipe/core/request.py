@@ -97,8 +97,10 @@ class Limits:
     prefill_slowdown: float = 5.0
     """How many times as long others' prompts may make a run while requests are decoding, approximately."""
     crowding: float = 0.0
-    """Threads per core on the most crowded machine that holds several stages: while one computes, others may take
-    longer. 0: each stage has a machine of its own."""
+    """Threads per core on the machine of the target's median stage: while others compute there, it may take longer. 0:
+    each stage has a machine of its own, and so have draft models."""
+    drafts_late: bool = False
+    """Drafters read a prompt after the target, as they share a machine with stages, and read no states of these."""
     sparsity: float = 1.0
     """Weights of the model, as a multiple of those that one row uses: 1 where it uses all, more with experts."""
 

@@ -228,6 +228,8 @@ class RequestState(SequenceState):
     """What sampling the next token takes."""
     finish: Finish | None = None
     """Why it ends; None before `Phase.ENDING`."""
+    has_begun: bool = False
+    """Its drafters were told of it."""
     output: list[int] = field(default_factory=list)
     """Accepted tokens; their number is the epoch."""
     sampled_from: list[tuple[int, int]] = field(default_factory=list)

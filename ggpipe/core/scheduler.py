@@ -160,9 +160,8 @@ class Scheduler:
         """Check what must hold between events. Raises AssertionError."""
         trees = [(state, ids) for state in self._states.values() if (ids := state.validate())]
         self._in_flight.validate(trees)
-        n_open = sum(state.is_open for state in self._states.values())
         self._prefixes.validate()
-        n_kept = len(self._prefixes)
+        n_open, n_kept = sum(state.is_open for state in self._states.values()), len(self._prefixes)
         assert self._in_flight.ids.reserved == self._limits.n_requests - n_open + self._limits.n_prefixes - n_kept
         taken = sum(len(ids) for _, ids in trees) + n_kept
         assert len(self._in_flight.ids) == self._limits.n_seq - taken, "an id is lost"
@@ -196,7 +195,7 @@ class Scheduler:
             state.admitted_at = self._now
             if isinstance(state, PrefixState):
                 self._transfer(state, actions)
-            elif isinstance(state, RequestState) and state.request.drafts:
+            else:
                 actions += self._steering.begin(state, self._limits.n_ctx, self._open_states())
 
     def _transfer(self, state: PrefixState, actions: list[SchedulerAction]) -> None:
@@ -267,8 +266,7 @@ class Scheduler:
                 return
 
     def _save(self, state: SequenceState, tokens: tuple[int, ...], actions: list[SchedulerAction]) -> None:
-        save = Save(state.id, state.tree.seq, tokens)
-        actions.append(self._in_flight.submit_save(state, save, self._now))
+        actions.append(self._in_flight.submit_save(state, Save(state.id, state.tree.seq, tokens), self._now))
 
     def _submit(self, schedule: Sequence[ScheduledRows], actions: list[SchedulerAction]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
@@ -294,6 +292,8 @@ class Scheduler:
         for part in parts:
             if isinstance(part.owner, PrefixState):
                 self._transfer(part.owner, actions)
+            elif part.owner.tree.root in part.nodes:
+                self._to_drafters += self._steering.begin(part.owner, self._limits.n_ctx, self._open_states())
         return True
 
     def _run_ended(self, result: RunResult, actions: list[SchedulerAction]) -> None:

@@ -129,8 +129,9 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 started[drafter] = draft_layout
         limits = _limits(config.context, layout, context, n_requests, agreed.hellos[HEAD].sparsity)
         places = [RankPlace(hello.host, hello.n_cores, hello.n_threads) for hello in agreed.hellos]
-        crowded = crowding((layout, *started.values()), places)
-        limits = replace(limits, prefill_slowdown=config.prefill_slowdown, crowding=crowded)
+        crowded = crowding(layout, started.values(), places)
+        late = crowded > 0 and not any(registry.reads_states(kinds[drafter]) for drafter in started)
+        limits = replace(limits, prefill_slowdown=config.prefill_slowdown, crowding=crowded, drafts_late=late)
         if config.context.exact and not context.exact_in_company:
             limits = replace(limits, n_seq=n_requests)  # branches, of several drafters as well, are company
         loaded.pop_all()

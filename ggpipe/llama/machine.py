@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ggpipe.llama.libllama import lib
 
-_NICE = 10
+_NICE = 5
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_TIMERSLACK = 29
 _MCL_CURRENT, _MCL_FUTURE, _MCL_ONFAULT = 1, 2, 4
@@ -97,7 +97,7 @@ def cores() -> int:
 
 
 def yield_to_others() -> None:
-    """Let this thread, and those it starts, run on what others leave of the cores (Linux: nice 10)."""
+    """Let this thread, and those it starts, run on what others leave of the cores (Linux: nice 5)."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 

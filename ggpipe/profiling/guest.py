@@ -1,4 +1,4 @@
-"""Measures how much of a core a draft gets next to busy ranks: its thread runs at nice 10, for short times."""
+"""Measures how much of a core a draft gets next to busy ranks: its thread runs at nice 5, for short times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_BYTES = 1 << 16
 
 
 class Guest:
-    """A thread at nice 10 that alternates between a few milliseconds of work and a rest, inside a `with` block."""
+    """A thread at nice 5 that alternates between a few milliseconds of work and a rest, inside a `with` block."""
 
     def __init__(self, work_s: float, bytes_per_s: float) -> None:
         """Measure how long the work takes while nothing else runs. The work is reading memory for about `work_s`

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from ggpipe.sim.clock import VirtualClock
 
-NICE_WEIGHT = 110 / 1024
-"""A thread's share of a core at nice 10, relative to an ordinary thread's (Linux' scheduler)."""
+NICE_WEIGHT = 335 / 1024
+"""A thread's share of a core at nice 5, relative to an ordinary thread's (Linux' scheduler)."""
 
 _MOST_SHARE = 0.95
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ggpipe.config.context import MAX_SEQUENCES, MAX_STATES
 from ggpipe.config.speculation import SpeculationConfig
+from ggpipe.core.drafters import registry
 from ggpipe.core.layout import RankPlace, crowding
 from ggpipe.core.request import Limits
 from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
@@ -28,10 +29,10 @@ class Sizes:
 def target_limits(sizes: Sizes, cluster: VirtualCluster, speculation: SpeculationConfig, n_drafters: int) -> Limits:
     """The limits of the target's pipeline. `n_drafters`: of each request."""
     limits = limits_of(sizes, cluster.target, speculation, n_drafters)
-    layouts = [pipeline.layout for pipeline in (cluster.target, *cluster.drafts)]
-    return replace(
-        limits, n_in_flight=sizes.n_in_flight or limits.n_in_flight, crowding=crowding(layouts, _places(cluster))
-    )
+    crowded = crowding(cluster.target.layout, [draft.layout for draft in cluster.drafts], _places(cluster))
+    late = crowded > 0 and not any(registry.reads_states(draft.drafter) for draft in cluster.drafts)
+    n_in_flight = sizes.n_in_flight or limits.n_in_flight
+    return replace(limits, n_in_flight=n_in_flight, crowding=crowded, drafts_late=late)
 
 
 def limits_of(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int = 1) -> Limits:

@@ -40,7 +40,7 @@ class VirtualNode:
     turns: float = 1.0
     """Time of a decode after another rank of the node computed, relative to decodes in a row."""
     nice_weight: float = NICE_WEIGHT
-    """Share of a core of a stage at nice 10, relative to an ordinary thread's."""
+    """Share of a core of a stage at nice 5, relative to an ordinary thread's."""
 
     @property
     def host(self) -> str:
@@ -55,7 +55,7 @@ class StageSpec:
     threads: int
     cost: Cost
     nice: bool = False
-    """It runs at nice 10: it takes the cores that others leave."""
+    """It runs at nice 5: others on its cores come first."""
     change_s: float = 0.0
     """Extra time of a run with another number of rows than the run before."""
 

@@ -363,19 +363,21 @@ def test_what_no_shares_give() -> None:
 def test_how_crowded_machines_are(machines: str, n_cores: int, expected: float) -> None:
     target, draft = lay_out(8, 2, None), lay_out(4, 1, None, 2)
     places = [RankPlace(machine, n_cores, n_threads=4) for machine in machines]
-    assert crowding([target, draft], places) == expected
+    assert crowding(target, [draft], places) == expected
 
 
-def test_the_most_crowded_machine_counts() -> None:
+def test_the_median_stage_counts() -> None:
     places = [RankPlace("a", 8, 4), RankPlace("a", 8, 4), RankPlace("b", 2, 2), RankPlace("b", 2, 2)]
-    assert crowding([lay_out(8, 4, None)], places) == 2.0
+    assert crowding(lay_out(8, 4, None), [], places) == 2.0
+    places = [*(RankPlace(machine, 8, 8) for machine in "abcd"), RankPlace("a", 8, 4)]
+    assert crowding(lay_out(8, 4, None), [lay_out(4, 1, None, 4)], places) == 1.0, "a draft slows down one of four"
 
 
 def test_a_rank_without_layers_does_not_crowd_a_machine() -> None:
     layout = lay_out(8, 3, LayerSplit((0.0, 0.5, 0.5)))
-    assert crowding([layout], [RankPlace("a", 4, 4), RankPlace("a", 4, 4), RankPlace("b", 4, 4)]) == 0.0
+    assert crowding(layout, [], [RankPlace("a", 4, 4), RankPlace("a", 4, 4), RankPlace("b", 4, 4)]) == 0.0
 
 
 def test_ranks_of_a_group_are_one_stage() -> None:
     layout = lay_out(8, 2, LayerSplit((1.0,), (2,)))
-    assert crowding([layout], [RankPlace("a", 2, 2)] * 2) == 0.0
+    assert crowding(layout, [], [RankPlace("a", 2, 2)] * 2) == 0.0

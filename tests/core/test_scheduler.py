@@ -11,8 +11,8 @@ from support.heads import Head, opened
 from support.requests import changed, core_request
 
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import ROOT, Accepted, Expansion, MicroBatch
-from ggpipe.core.events import CancelRuns, Drafted, RunEnded
+from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, Expansion, MicroBatch
+from ggpipe.core.events import CancelRuns, Drafted, RunEnded, StopRequest
 from ggpipe.core.messages import KvKind, KvOp, RunResult
 from ggpipe.core.request import Finish, Request
 
@@ -60,6 +60,23 @@ def test_chunks_follow_each_other_without_waiting() -> None:
     assert [len(run.rows) for run in head.pipeline.live] == [4, 4, 4]
     come_back(head)
     assert len(head.pipeline.live) == 3
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_draft_on_a_stages_machine_reads_the_prompt_after_it(is_late: bool) -> None:
+    head = opened(n_in_flight=3, drafts_late=is_late)
+    head.arrive(core_request(id=1, prompt=tuple(range(1, 18)), n_predict=1, speculation=SpeculationConfig()))
+    while tokens_in_flight(head)[-1][-1] != 17:  # the prompt's last token is still to come
+        assert bool(head.drafts[0].steering) is not is_late
+        come_back(head)
+    assert [type(message) for message in head.drafts[0].steering] == [BeginDrafting]
+
+
+def test_a_request_that_is_stopped_before_its_drafter_began() -> None:
+    head = opened(n_in_flight=2, drafts_late=True)
+    head.arrive(core_request(id=1, prompt=tuple(range(1, 18)), speculation=SpeculationConfig()))
+    head.handle(StopRequest(1))
+    assert not head.drafts[0].steering
 
 
 def test_a_draft_token_that_is_right_is_not_evaluated_again() -> None:

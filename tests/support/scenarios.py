@@ -171,6 +171,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             n_prefixes=n_prefixes,
             partial_prefixes=draw(st.booleans()),
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
+            drafts_late=draw(st.booleans()),
         )
 
     return Scenario(
@@ -209,6 +210,7 @@ def thickets(draw: st.DrawFn) -> Scenario:
             n_seq=draw(st.integers(n, 12)),
             n_requests=n,
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
+            drafts_late=draw(st.booleans()),
         ),
         Limits(n_ctx=90, n_batch=12, n_ubatch=12, n_in_flight=2, n_seq=draw(st.integers(n, 12)), n_requests=n),
         n_stages=draw(st.integers(1, 3)),
@@ -255,6 +257,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
             n_prefixes=n_prefixes,
             partial_prefixes=draw(st.booleans()),
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
+            drafts_late=draw(st.booleans()),
         )
 
     target, draft = limits(draw(st.integers(1, 4))), limits(2)

@@ -27,8 +27,14 @@ class Steering:
         self._paces: dict[int, Pace] = {}
         """By drafter: its pace for the latest request that was served alone."""
 
-    def begin(self, state: RequestState, n_ctx: int, served: Sequence[SequenceState]) -> list[ToDrafter]:
-        """A request begins, in a context of that size. `served`: all requests that are open, itself included."""
+    def begin(self, state: SequenceState, n_ctx: int, served: Sequence[SequenceState]) -> list[ToDrafter]:
+        """A sequence was admitted, or a run with its root goes in: if it is a request, its drafters begin, in a context
+        of that size, with `Limits.drafts_late` after its prompt. `served`: all that is open, itself included."""
+        if not isinstance(state, RequestState) or state.has_begun or not state.request.drafts:
+            return []
+        if state.phase is Phase.PREFILL and self._pipeline.limits.drafts_late:
+            return []
+        state.has_begun = True
         self._pipeline.set_turns(state, len(served) == 1)
         self._set_look_aheads(state, served)
         messages: list[ToDrafter] = []
@@ -65,7 +71,7 @@ class Steering:
         """A request is over."""
         self._pipeline.in_turn = False
         messages: list[ToDrafter] = []
-        for drafter, _ in state.drafters:
+        for drafter, _ in state.drafters if state.has_begun else ():
             self._tell(state, drafter, EndDrafting(state.id), messages)
         return messages
 

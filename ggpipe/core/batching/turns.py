@@ -8,7 +8,7 @@ Runs and draft tokens take less time in turn, so each way has run costs (`Pipeli
 own. The expected time of a token follows from these and the drafter's agreement. How much longer tokens really take is
 learned for each way.
 Run costs, paces and what is learned are kept for later requests. Until enough is known about a way, its speed is
-assumed: where the ranks of a machine have more threads than it has cores, runs ahead take longer in that proportion, so
+assumed: where most stages are on machines with more threads than cores, runs ahead take longer in that proportion, so
 requests begin in turn, unless the target has experts, which make rows dear; elsewhere, they begin ahead. That
 assumption fades, and what is known about the way that is not in use is slowly forgotten, so it is tried again now and
 then, less often with each trial that fails. In turn, the expected number of accepted tokens counts, by the draft

@@ -57,6 +57,11 @@ def kind_of(architecture: str) -> str:
     return architecture if architecture in WITH_MODEL else next(iter(WITH_MODEL))
 
 
+def reads_states(kind: str) -> bool:
+    """Whether a drafter of this kind reads states of the target."""
+    return kind == MTP or kind in HEADS
+
+
 def model_of(kind: str) -> str:
     """What people call the model that a drafter of this kind needs."""
     return "the model's MTP layers" if kind == MTP else HEADS.get(kind, "a draft model")
