@@ -41,9 +41,23 @@ def test_draft_tokens_that_a_run_delays_do_not_count_in_turn() -> None:
     assert 0.95 < (pace.next_s or 0) < 1.0, "so that a root waits again"
     pace.root_sent(True, 30.0)
     pace.came(1, 32.0)
-    pace.root_submitted(34.0)  # which waited for longer than usual
-    pace.came(1, 35.0)
-    assert (pace.next_s or 0) > 1.1
+    pace.root_submitted(34.0)  # which waited for longer than usual, in vain
+    assert 1.1 < (found := pace.next_s or 0) < 4.0
+    pace.came(1, 50.0)
+    assert pace.next_s == found
+
+
+def test_a_wait_in_vain_makes_the_next_root_wait_for_longer() -> None:
+    """Else a draft that is slower than assumed is never timed: the roots' runs delay its draft tokens."""
+    pace = Pace()
+    for second, expected_s in enumerate((2.0, 1.96, 2.77)):
+        start = 100.0 * second
+        pace.root_sent(True, start)
+        pace.root_submitted(start + (1.0, 0.5, 3.0)[second])
+        pace.came(1, start + 50.0)
+        assert pace.first_s == pytest.approx(expected_s, rel=0.01)
+    assert pace.next_s is None
+    assert pace.usual == (pace.first_s, pace.first_s), "as long as nothing better is known"
 
 
 def test_a_later_request_has_the_paces_of_an_earlier_one() -> None:

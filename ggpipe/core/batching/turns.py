@@ -62,7 +62,7 @@ class Turn:
 
 def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -> Turn:
     """The number of draft tokens of a chain, at most `most`, that brings most accepted tokens per second in turn."""
-    first_s, next_s = pace.first_s or 0.0, pace.next_s or 0.0
+    first_s, next_s = pace.usual
     gain, best = 1.0, Turn(0, cost.length * cost.time(1), _STILL_DRAFTED)
     for n, probability in enumerate(usual_chain(calibration, most), 1):
         gain += probability
@@ -76,7 +76,7 @@ def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -
 def ahead_token_s(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -> float:
     """The least time per token while drafters draft ahead: runs of equal length fill all stages, and each is needed
     with the probability that all tokens of the run before it are right. After a wrong one, drafting starts anew."""
-    first_s, next_s, right = pace.first_s or 0.0, pace.next_s or 0.0, calibration.agreement
+    (first_s, next_s), right = pace.usual, calibration.agreement
     gain, token_s = 0.0, math.inf
     for n, probability in enumerate((1.0, *usual_chain(calibration, most - 1)), 1):
         gain += probability

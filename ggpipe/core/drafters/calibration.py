@@ -106,6 +106,12 @@ class Pace:
         """The pace of the way that is not in use; as long as it is not known, that of the other."""
         return self._other or self
 
+    @property
+    def usual(self) -> tuple[float, float]:
+        """`first_s` and `next_s`: 0 before it drafted, and equal before it drafted two in a row."""
+        first_s = self.first_s or 0.0
+        return first_s, first_s if self.next_s is None else self.next_s
+
     def change_way(self) -> None:
         """From now on, it drafts the other way."""
         before = Pace()
@@ -131,17 +137,21 @@ class Pace:
     def root_submitted(self, now: float) -> None:
         """The root goes in, where target and drafter take turns: from now on, the root's run delays draft tokens.
 
-        So these do not count, unless the root waited for the next one as long as usual. If it did not wait, the usual
-        time shrinks a little, so that some root waits again and shows it.
+        So these do not count. If the root waited for the next one in vain, that is thought to take twice as long as the
+        root waited. If it did not wait, the usual time shrinks a little, so that some root waits again and shows it.
         """
-        usual = self.next_s if self._n_below else self.first_s
-        if self._since is None or usual is None or now - self._since >= usual:
+        if self._since is None:
             return
-        if self._n_below:
-            self.next_s = usual * _FORGET
-        else:
-            self.first_s = usual * _FORGET
+        is_first, waited_s = self._n_below == 0, now - self._since
+        usual_s = self.usual[0 if is_first else 1]
         self._since = None
+        if waited_s >= usual_s:
+            if waited_s > 0:
+                self.noted(is_first, 2 * waited_s)
+        elif is_first:
+            self.first_s = usual_s * _FORGET
+        elif self.next_s is not None:
+            self.next_s = usual_s * _FORGET
 
     def came(self, n: int, now: float) -> None:
         """Some expansions below the newest root came, all in one message."""
