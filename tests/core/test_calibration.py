@@ -265,3 +265,17 @@ def test_only_draft_tokens_that_are_to_come_are_waited_for() -> None:
     assert it.drafters.coming is it.drafters.calibration
     alone = RequestDrafters((4,), it.tree)
     assert alone.coming is alone.calibration is alone[4].calibration
+
+
+def test_tokens_beside_each_other_do_not_shorten_the_pace() -> None:
+    it = Both()
+    it.drafters.root_sent(10.0)
+    expansions = (
+        Expansion(ROOT, 1, 3, ((5, 0.6), (6, 0.2), (7, 0.1))),
+        Expansion(2, 4, 1, ((8, 0.9),)),
+        Expansion(1, 5, 2, ((5, 0.5), (6, 0.3))),
+        Expansion(5, 7, 1, ((8, 0.9),)),
+    )
+    batch = MicroBatch(request=1, epoch=0, expansions=expansions, complete=False, drafter=4)
+    it.drafters.add(batch, it.output, lambda parent, token: True, 16.0)
+    assert it.drafters[4].pace.first_s == pytest.approx(2.0), "three tokens one after the other"

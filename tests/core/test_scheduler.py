@@ -80,7 +80,7 @@ def test_a_request_that_is_stopped_before_its_drafter_began() -> None:
 
 
 def test_a_draft_token_that_is_right_is_not_evaluated_again() -> None:
-    head = opened()
+    head = opened(n_in_flight=3)
     head.arrive(speculating())
     a, b = right(head, 2)
     draft_token(head, ROOT, 1, a)
@@ -108,7 +108,7 @@ def test_a_draft_token_that_waited_goes_in_when_it_turns_out_right() -> None:
 
 
 def test_one_run_may_confirm_many_tokens() -> None:
-    head = opened(n_in_flight=2)
+    head = opened(n_in_flight=3)
     head.arrive(speculating())
     a, b, c = right(head, 3)
     candidates = tuple(Expansion(i, i + 1, 1, ((token, 0.9),)) for i, token in enumerate((a, b)))
@@ -123,25 +123,26 @@ def test_one_run_may_confirm_many_tokens() -> None:
 
 
 def test_the_root_does_not_wait_for_wrong_draft_tokens() -> None:
-    head = opened(n_in_flight=2)
+    head = opened(n_in_flight=3)
     head.arrive(speculating(cancel=False))
     draft_token(head, ROOT, 1, 998)
     draft_token(head, 1, 2, 997)
     come_back(head)
     (a,) = head.seen[1].text
-    assert tokens_in_flight(head) == [[998], [a]]
+    assert tokens_in_flight(head) == [[998], [997], [a]]
     assert not head.pipeline.cancelled
 
 
-def settled(**limits: int) -> Head:
-    """Runs take a second in each of two stages, however long, and the draft ten milliseconds a token; nothing is in
-    flight but the root."""
+def settled(row_s: float = 0.0, **limits: int) -> Head:
+    """Runs of one row take a second in each of two stages, each row more `row_s`, and the draft ten milliseconds a
+    token; nothing is in flight but the root."""
     head = opened(**limits)
     head.arrive(speculating(n_draft=4))
     come_back(head)
     pace = head.state(1).drafters[0].pace
     for n in 3 * (1, 2, 3, 4, 5):
-        head.scheduler.cost.ended(n, 1.0, 2.0)
+        stage_s = 1.0 + row_s * (n - 1)
+        head.scheduler.cost.ended(n, stage_s, 2 * stage_s)
     pace.noted(True, 0.01)
     pace.noted(False, 0.01)
     head.now += 10
@@ -171,6 +172,28 @@ def test_a_fresh_root_does_not_wait_for_a_draft_that_is_late() -> None:
     draft_token(head, ROOT, 1, 500)
     head._tick()
     assert tokens_in_flight(head) == [[fresh, 500]]
+
+
+def test_a_root_that_waited_in_vain_takes_only_what_is_worth_a_row() -> None:
+    head = settled(row_s=0.1)
+    (fresh,) = right(head, 1)
+    come_back(head)
+    expansion = Expansion(ROOT, 1, 4, ((500, 0.9), (501, 0.02), (502, 0.01), (503, 0.01)))
+    head.handle(Drafted(MicroBatch(request=1, epoch=len(head.seen[1].text), expansions=(expansion,), complete=False)))
+    assert tokens_in_flight(head) == [], "it waits for what follows 500"
+    head._tick()
+    assert tokens_in_flight(head) == [[fresh, 500]]
+
+
+def test_a_single_stage_computes_no_draft_tokens_alone() -> None:
+    """Its next run begins when the one before it ends, whether the root is in it or not."""
+    head = settled()
+    (fresh,) = right(head, 1)
+    come_back(head)
+    draft_token(head, ROOT, 1, 500, complete=True)
+    draft_token(head, 1, 2, 501)
+    assert tokens_in_flight(head) == [[fresh, 500]]
+    assert head.scheduler.wake_at is None
 
 
 def test_a_fresh_root_does_not_wait_for_a_draft_that_has_nothing() -> None:
@@ -271,7 +294,7 @@ def test_nothing_is_submitted_that_the_text_has_no_room_for() -> None:
 
 
 def test_deeper_rows_want_more_logits() -> None:
-    head = opened()
+    head = opened(n_in_flight=3)
     head.arrive(replace(speculating(), logits_request_grows=True))
     head.handle(
         Drafted(
@@ -390,7 +413,7 @@ def test_who_leaves_the_queue_lets_those_behind_it_in() -> None:
 
 
 def test_rows_are_kept_though_later_ones_need_not_be() -> None:
-    head = opened()
+    head = opened(n_in_flight=3)
     head.fetches = True
     head.arrive(speculating())
     a, b = right(head, 2)

@@ -50,15 +50,15 @@ def test_a_copy_with_changes() -> None:
     assert times_iterative(dear, Quote(288, changed=24)) > 2.5
 
 
-@pytest.mark.parametrize(("n", "share"), [(144, 0.5), (512, 0.1)])
-def test_a_draft_model_on_the_targets_cores_rests_while_n_grams_copy(n: int, share: float) -> None:
+@pytest.mark.parametrize(("n", "share", "gain"), [(144, 0.5, 1.9), (512, 0.1, 2.5)])
+def test_a_draft_model_on_the_targets_cores_rests_while_n_grams_copy(n: int, share: float, gain: float) -> None:
     own = cluster((0.015, 0.015), 0.004, row_share=DEAR, cores=2, crowd=0.85, overheads=Overheads())
     stats = checked(own, Quote(n), BOTH, SIZES)
     alone = checked(own, Quote(n), DRAFT, SIZES)
     assert len(stats.draft_runs) < share * len(alone.draft_runs)
     assert stats.decode_tps is not None
     assert alone.decode_tps is not None
-    assert stats.decode_tps > 2 * alone.decode_tps
+    assert stats.decode_tps > gain * alone.decode_tps
 
 
 def test_new_text_costs_nothing() -> None:

@@ -10,8 +10,9 @@ draft token      the calibrated probability of its path     with accepted tokens
 prompt token     the share that `prefill_slowdown` leaves   in chunks of its own, or with accepted tokens (`prompts`)
 
 What rows cost is learned (`PipelineState.cost`), and weighed against their worth in `rows`. Runs of draft tokens go in
-when the slowest stage is about to be free, and not before: until then more of them may come. Choosing changes nothing:
-the same state gives the same choice.
+when the slowest stage is about to be free, and not before: until then more of them may come. With a single stage there
+are none: its next run begins when the one before it ends, and by then the root is known. Choosing changes nothing: the
+same state gives the same choice.
 """
 
 from __future__ import annotations
@@ -95,9 +96,10 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     if not all(state.is_async for state in roots):  # there are no later runs for their draft tokens
         n = len(found) if len(decoding) == 1 else most_per_second(probabilities, pipeline.cost, len(roots))
     elif len(decoding) == 1:
-        chosen = _draft_with_single_root(pipeline, drafted, probabilities)
         due_at = _due_at(pipeline, drafted)
-        if chosen.wait_s and due_at is not None and pipeline.now < due_at:
+        may_wait = due_at is not None and pipeline.now < due_at
+        chosen = _draft_with_single_root(pipeline, drafted, probabilities, may_wait)
+        if chosen.wait_s:
             return Choice(wake_at=due_at)
         n = 0 if chosen.n and pipeline.tries_one(1.0, sum(probabilities[: chosen.n])) else chosen.n
     elif rounds.best < pipeline.n_stages:
@@ -111,9 +113,9 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
 
 
 def _draft_with_single_root(
-    pipeline: PipelineState, state: RequestState, probabilities: Sequence[float]
+    pipeline: PipelineState, state: RequestState, probabilities: Sequence[float], may_wait: bool
 ) -> DraftWithRoot:
-    """Draft tokens that are to go in with the only root, those that are still to come included."""
+    """Draft tokens that are to go in with the only root; with `may_wait`, those that are still to come included."""
     pace, speculation = state.drafters.leading.pace, state.request.speculation
     if not speculation.continuous:
         return DraftWithRoot()
@@ -122,11 +124,12 @@ def _draft_with_single_root(
     most = max(min(most, pipeline.limits.n_rows - state.n_root_rows, pipeline.cost.most_rows - state.n_root_rows), 0)
     known, n_again, coming, token_s = state.drafters, state.tree.n_again, Coming(), None
     after, has_drafted = probabilities[-1] if probabilities else 1.0, bool(probabilities)
-    if pipeline.in_turn:
+    if pipeline.one_at_a_time:
         token_s = usual_turn(pipeline.cost, known.calibration, pace, most).token_s
         after = math.exp(state.tree.best_leaf.log_path - state.tree.root.log_path)
+    if pipeline.in_turn:
         has_drafted = state.drafted_at > state.root_since
-    if (times := _usual_times(pipeline, pace)) is not None:
+    if may_wait and (times := _usual_times(pipeline, pace)) is not None:
         first_s, next_s = times
         coming = Coming(after, known.coming.agreement, next_s if has_drafted else first_s, next_s)
     return draft_with_root(probabilities[:most], most, pipeline.cost, 1, known.calibration, coming, n_again, token_s)
@@ -168,7 +171,7 @@ def _usual_times(pipeline: PipelineState, pace: Pace) -> tuple[float, float] | N
 
 def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> Choice:
     """A run of draft tokens alone, when a stage would else have nothing to do."""
-    if len(decoding) == 1 and pipeline.in_turn:
+    if len(decoding) == 1 and pipeline.one_at_a_time:
         return Choice()
     if pipeline.n_in_flight >= (pipeline.limits.n_in_flight if len(decoding) == 1 else pipeline.n_stages):
         return Choice()

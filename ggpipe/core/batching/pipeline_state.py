@@ -98,6 +98,12 @@ class PipelineState:
         return own if own.is_known or not other.is_known else other
 
     @property
+    def one_at_a_time(self) -> bool:
+        """Draft tokens of an only request are verified with its root and by no later runs: there is a single stage, or
+        target and drafters take turns."""
+        return self.in_turn or self.n_stages == 1
+
+    @property
     def spare_cells(self) -> int:
         """Cells that no request holds or has reserved."""
         return self._admission.spare_cells

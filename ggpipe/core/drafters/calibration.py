@@ -154,7 +154,7 @@ class Pace:
             self.next_s = usual_s * _FORGET
 
     def came(self, n: int, now: float) -> None:
-        """Some expansions below the newest root came, all in one message."""
+        """Draft tokens below the newest root came, `n` levels of its tree in one message."""
         if not n or self._since is None:
             return
         self.noted(self._n_below == 0, (now - self._since) / n)

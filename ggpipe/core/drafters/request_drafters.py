@@ -170,7 +170,7 @@ class RequestDrafters:
         state = self._states[micro_batch.drafter]
         if micro_batch.epoch == len(output):
             if not state.answers_at_once:
-                state.pace.came(len(micro_batch.expansions), now)
+                state.pace.came(_n_levels(micro_batch), now)
             state.complete = state.complete or micro_batch.complete
         for expansion in micro_batch.expansions:
             at = micro_batch.epoch if expansion.parent == ROOT else state.accepted.get(expansion.parent)
@@ -201,3 +201,12 @@ class RequestDrafters:
             for number, node in state.nodes.items():
                 assert node.within(self._tree.root), f"drafter {drafter} has a dead node"
                 assert named[drafter, number] is node, f"drafter {drafter} has another one's node"
+
+
+def _n_levels(micro_batch: MicroBatch) -> int:
+    """How much deeper a micro-batch makes a tree at most: its draft tokens may follow each other."""
+    levels: dict[int, int] = {}
+    for expansion in micro_batch.expansions:
+        level = levels.get(expansion.parent, 0) + 1
+        levels |= dict.fromkeys(range(expansion.first, expansion.first + expansion.n), level)
+    return max(levels.values(), default=0)
