@@ -123,14 +123,12 @@ def _draft_with_single_root(
     most = min(cells, speculation.most_drafted, state.deepest - state.tree.root.pos)
     most = max(min(most, pipeline.limits.n_rows - state.n_root_rows, pipeline.cost.most_rows - state.n_root_rows), 0)
     known, n_again, coming, token_s = state.drafters, state.tree.n_again, Coming(), None
-    after, has_drafted = probabilities[-1] if probabilities else 1.0, bool(probabilities)
     if pipeline.one_at_a_time:
         token_s = usual_turn(pipeline.cost, known.calibration, pace, most).token_s
-        after = math.exp(state.tree.best_leaf.log_path - state.tree.root.log_path)
-    if pipeline.in_turn:
-        has_drafted = state.drafted_at > state.root_since
     if may_wait and (times := _usual_times(pipeline, pace)) is not None:
         first_s, next_s = times
+        has_drafted = state.drafted_at > state.root_since if pipeline.in_turn else bool(probabilities)
+        after = math.exp(state.tree.best_leaf.log_path - state.tree.root.log_path)
         coming = Coming(after, known.coming.agreement, next_s if has_drafted else first_s, next_s)
     return draft_with_root(probabilities[:most], most, pipeline.cost, 1, known.calibration, coming, n_again, token_s)
 
