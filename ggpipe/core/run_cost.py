@@ -84,8 +84,11 @@ class RunCost:
         for n, (shorter, longer) in self._beside.items():
             self._seconds[n] += _FORGET * (self._between(shorter, n, longer) - self._seconds[n])
         known = self._seconds.get(n_rows, slowest_s)
-        learn = _LEARN_OLD if self._is_old(n_rows) else _LEARN_TIME
-        self._seconds[n_rows] = known + learn * (slowest_s - known)
+        if len(self._ends.get(n_rows, ())) < _TRIALS:  # the first may be slow for other reasons
+            self._seconds[n_rows] = min(known, slowest_s)
+        else:
+            learn = _LEARN_OLD if self._is_old(n_rows) else _LEARN_TIME
+            self._seconds[n_rows] = known + learn * (slowest_s - known)
         if n_rows not in self._beside:
             bisect.insort(self._tried, n_rows)
             self._beside = {n: self._neighbours(n) for n in self._seconds}

@@ -90,6 +90,17 @@ def test_cheap_rows_are_expected_to_stay_cheap() -> None:
     assert dear.cost.time(4) == pytest.approx(0.08)
 
 
+def test_a_length_is_as_fast_as_its_first_runs_at_best() -> None:
+    """The first one with a number of rows may be slow for other reasons: caches, a new graph."""
+    cost = RunCost()
+    cost.ended(1, 0.02, 0.02)
+    cost.ended(4, 0.09, 0.09)
+    cost.ended(4, 0.03, 0.03)
+    assert cost.time(4) == pytest.approx(0.03, rel=0.01)
+    cost.ended(4, 0.09, 0.09)
+    assert 0.03 < cost.time(4) < 0.08
+
+
 def test_an_outlier_is_forgotten() -> None:
     known = learned({1: 0.02, 2: 0.06})
     assert known.best([0.9, 0.81]) == 1

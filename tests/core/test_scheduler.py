@@ -196,6 +196,23 @@ def test_a_single_stage_computes_no_draft_tokens_alone() -> None:
     assert head.scheduler.wake_at is None
 
 
+def test_a_single_stage_tries_a_draft_token_twice_before_it_seems_too_dear() -> None:
+    head = opened()
+    head.arrive(speculating())
+    come_back(head)
+    cost, n_drafted = head.scheduler.cost, []
+    for _ in range(30):
+        cost.ended(1, 1.0, 1.0)
+    for i in range(4):
+        cost.ended(2, 9.0, 9.0)
+        (fresh,) = right(head, 1)
+        draft_token(head, ROOT, 1 + 10 * i, fresh, complete=True)
+        draft_token(head, 1 + 10 * i, 2 + 10 * i, 500)
+        come_back(head)
+        n_drafted.append(len(tokens_in_flight(head)[0]) - 1)
+    assert n_drafted == [1, 0, 0, 0]
+
+
 def test_a_fresh_root_does_not_wait_for_a_draft_that_has_nothing() -> None:
     head = settled()
     (fresh,) = right(head, 1)

@@ -191,6 +191,7 @@ def test_draft_tokens_are_taken_back(name: str, n_ranks: int, mode: Mode, folder
             text += [event.token.id for event in engine.step() if isinstance(event, TokenReady)]
         assert tuple(text) == outputs[prompts[3]]
         counters = last.stats.counters
-        assert counters.accepted_tokens > n // 3
-        assert counters.submitted_tokens > counters.accepted_tokens, "none was wrong"
+        if n_ranks > 1 or mode == "speculative":  # else it depends on times whether draft tokens pay
+            assert counters.accepted_tokens > n // 3
+            assert counters.submitted_tokens > counters.accepted_tokens, "none was wrong"
         assert counters.cached_tokens > len(prompts[0]), "nothing of the output was kept"

@@ -101,7 +101,10 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
         chosen = _draft_with_single_root(pipeline, drafted, probabilities, may_wait)
         if chosen.wait_s:
             return Choice(wake_at=due_at)
-        n = 0 if chosen.n and pipeline.tries_one(1.0, sum(probabilities[: chosen.n])) else chosen.n
+        if chosen.n:
+            n = 0 if pipeline.tries_one(1.0, sum(probabilities[: chosen.n])) else chosen.n
+        else:
+            n = int(bool(probabilities) and pipeline.tries_draft_token(probabilities[0]))
     elif rounds.best < pipeline.n_stages:
         calibration = drafted.drafters.calibration
         n = draft_with_root(probabilities, len(found), pipeline.cost, len(roots), calibration).n

@@ -137,6 +137,15 @@ class PipelineState:
         """A number of accepted tokens of which a run should go in to learn what it takes."""
         return self.cost.to_try(min(most, self.limits.n_rows), self._n_in_flight, rounds.loss)
 
+    def tries_draft_token(self, probability: float) -> bool:
+        """A draft token with this path probability should go in with an only root, although it does not seem to pay, to
+        learn what its row takes. False where runs of draft tokens alone show that, or where rejected ones have others
+        decoded again."""
+        if not self.one_at_a_time or not self.limits.rolls_back:
+            return False
+        loss = self.cost.time(2) / self.cost.time(1) / (1 + probability) - 1
+        return self.cost.to_try(2, self._n_in_flight, lambda n_rows: loss) == 2
+
     def tries_one(self, worth: float, left_out: float) -> bool:
         """A row that is worth this many accepted tokens should go in alone, to learn what that takes, although others
         that are worth `left_out` could go with it."""
