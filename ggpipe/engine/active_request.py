@@ -89,7 +89,7 @@ class ActiveRequest:
         return token
 
     def finish(self, token: int, ends: frozenset[int]) -> Finish | None:
-        """Why the output ends with `token`, the last one sampled; None: it goes on. `ends`: as in `sample`."""
+        """Why the output ends with `token`, the last one sampled; None: it continues. `ends`: as in `sample`."""
         if token in ends:
             return Finish.END_OF_TEXT
         if self.decoder.is_stopped:

@@ -3,55 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from support.fake_model import END
-from support.heads import Head, opened
+from support.head_steps import come_back, draft_token, right, speculating, tokens_in_flight
+from support.heads import opened
 from support.requests import changed, core_request
 
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, Expansion, MicroBatch
 from ggpipe.core.events import CancelRuns, Drafted, RunEnded, StopRequest
 from ggpipe.core.messages import KvKind, KvOp, RunResult
-from ggpipe.core.request import Finish, Request
-
-
-def speculating(number: int = 1, **settings: Any) -> Request:
-    return core_request(
-        id=number,
-        prompt=(number * 100, 2, 3),
-        n_predict=8,
-        speculation=SpeculationConfig(**settings),
-        ends=frozenset({END}),
-    )
-
-
-def right(head: Head, n: int, request: int = 1) -> list[int]:
-    """The next `n` tokens of the text."""
-    seen = head.seen[request]
-    return head.model.text(request, seen.tokens, n, 999)[0]
-
-
-def draft_token(head: Head, parent: int, first: int, *tokens: int, prob: float = 0.9, complete: bool = False) -> None:
-    """Draft tokens beside each other, named at the head's own epoch."""
-    candidates = tuple((token, prob / (i + 1)) for i, token in enumerate(tokens))
-    expansions = (Expansion(parent, first, len(tokens), candidates),) if tokens else ()
-    head.handle(Drafted(MicroBatch(request=1, epoch=len(head.seen[1].text), expansions=expansions, complete=complete)))
-
-
-def come_back(head: Head) -> None:
-    """The oldest run comes back, and tokens are drawn from it as far as it goes."""
-    run = next(iter(head.pipeline.in_flight))
-    while run in head.pipeline.in_flight:
-        _, move = head.pipeline.moves("", head._hear_result)[-1]
-        move()
-    while head.to_sample:
-        head._sample()
-
-
-def tokens_in_flight(head: Head) -> list[list[int]]:
-    return [[row.token for row in run.rows] for run in head.pipeline.live]
+from ggpipe.core.request import Finish
 
 
 def test_chunks_follow_each_other_without_waiting() -> None:
@@ -131,109 +93,6 @@ def test_the_root_does_not_wait_for_wrong_draft_tokens() -> None:
     (a,) = head.seen[1].text
     assert tokens_in_flight(head) == [[998], [997], [a]]
     assert not head.pipeline.cancelled
-
-
-def settled(row_s: float = 0.0, **limits: int) -> Head:
-    """Runs of one row take a second in each of two stages, each row more `row_s`, and the draft ten milliseconds a
-    token; nothing is in flight but the root."""
-    head = opened(**limits)
-    head.arrive(speculating(n_draft=4))
-    come_back(head)
-    pace = head.state(1).drafters[0].pace
-    for n in 3 * (1, 2, 3, 4, 5):
-        stage_s = 1.0 + row_s * (n - 1)
-        head.scheduler.cost.ended(n, stage_s, 2 * stage_s)
-    pace.noted(True, 0.01)
-    pace.noted(False, 0.01)
-    head.now += 10
-    return head
-
-
-def test_a_fresh_root_waits_for_draft_tokens_where_that_pays() -> None:
-    head = settled()
-    (fresh,) = right(head, 1)
-    come_back(head)
-    assert tokens_in_flight(head) == []
-    assert head.scheduler.wake_at is not None
-    assert head.now < head.scheduler.wake_at < head.now + 0.1
-    sent: list[int] = []
-    while not tokens_in_flight(head):
-        sent.append(500 + len(sent))
-        draft_token(head, len(sent) - 1, len(sent), sent[-1])
-    assert len(sent) > 1
-    assert tokens_in_flight(head) == [[fresh, *sent]]
-    assert head.scheduler.wake_at is None
-
-
-def test_a_fresh_root_does_not_wait_for_a_draft_that_is_late() -> None:
-    head = settled()
-    (fresh,) = right(head, 1)
-    come_back(head)
-    draft_token(head, ROOT, 1, 500)
-    head._tick()
-    assert tokens_in_flight(head) == [[fresh, 500]]
-
-
-def test_a_root_that_waited_in_vain_takes_only_what_is_worth_a_row() -> None:
-    head = settled(row_s=0.1)
-    (fresh,) = right(head, 1)
-    come_back(head)
-    expansion = Expansion(ROOT, 1, 4, ((500, 0.9), (501, 0.02), (502, 0.01), (503, 0.01)))
-    head.handle(Drafted(MicroBatch(request=1, epoch=len(head.seen[1].text), expansions=(expansion,), complete=False)))
-    assert tokens_in_flight(head) == [], "it waits for what follows 500"
-    head._tick()
-    assert tokens_in_flight(head) == [[fresh, 500]]
-
-
-def test_a_single_stage_computes_no_draft_tokens_alone() -> None:
-    """Its next run begins when the one before it ends, whether the root is in it or not."""
-    head = settled()
-    (fresh,) = right(head, 1)
-    come_back(head)
-    draft_token(head, ROOT, 1, 500, complete=True)
-    draft_token(head, 1, 2, 501)
-    assert tokens_in_flight(head) == [[fresh, 500]]
-    assert head.scheduler.wake_at is None
-
-
-def test_a_single_stage_tries_a_draft_token_twice_before_it_seems_too_dear() -> None:
-    head = opened()
-    head.arrive(speculating())
-    come_back(head)
-    cost, n_drafted = head.scheduler.cost, []
-    for _ in range(30):
-        cost.ended(1, 1.0, 1.0)
-    for i in range(4):
-        cost.ended(2, 9.0, 9.0)
-        (fresh,) = right(head, 1)
-        draft_token(head, ROOT, 1 + 10 * i, fresh, complete=True)
-        draft_token(head, 1 + 10 * i, 2 + 10 * i, 500)
-        come_back(head)
-        n_drafted.append(len(tokens_in_flight(head)[0]) - 1)
-    assert n_drafted == [1, 0, 0, 0]
-
-
-def test_a_fresh_root_does_not_wait_for_a_draft_that_has_nothing() -> None:
-    head = settled()
-    (fresh,) = right(head, 1)
-    come_back(head)
-    draft_token(head, ROOT, 1, complete=True)
-    assert tokens_in_flight(head) == [[fresh]]
-
-
-def test_draft_tokens_wait_until_a_stage_is_about_to_be_free() -> None:
-    head = settled(n_in_flight=4)
-    (fresh,) = right(head, 1)
-    come_back(head)
-    head._tick()
-    assert tokens_in_flight(head) == [[fresh]]
-    draft_token(head, ROOT, 1, 500)
-    draft_token(head, 1, 2, 501)
-    assert tokens_in_flight(head) == [[fresh]]
-    assert head.scheduler.wake_at is not None
-    assert head.now + 0.5 < head.scheduler.wake_at < head.now + 1
-    head._tick()
-    assert tokens_in_flight(head) == [[fresh], [500, 501]]
 
 
 def test_wrong_draft_tokens_are_cancelled_in_one_message() -> None:

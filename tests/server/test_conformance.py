@@ -362,15 +362,6 @@ def test_llama_servers_endpoints(serving: Serving) -> None:
     assert serving.ask("GET", "/props")[0] == 401
 
 
-def test_a_time_limit_ends_the_output_with_a_line(serving: Serving) -> None:
-    body = {"prompt": "Once", "grammar": 'root ::= ([a-z]{40} "\\n")+', "n_predict": 400, "t_max_predict_ms": 1}
-    status, answer = authorized(serving, "POST", "/completion", body)
-    assert isinstance(answer, dict)
-    assert (status, answer["stop_type"], answer["has_new_line"]) == (200, "limit", True)
-    assert len(answer["content"]) == 41
-    assert answer["content"].endswith("\n")
-
-
 @pytest.mark.parametrize(
     "body",
     [

@@ -73,3 +73,11 @@ def test_responses_have_timings(serving: Serving) -> None:
     deltas = [one for one in events if one["type"] == "response.output_text.delta"]
     assert deltas
     assert all("predicted_per_second" in one["timings"] for one in deltas)
+
+
+def test_a_time_limit_ends_the_output_with_a_line(serving: Serving) -> None:
+    body = {"prompt": "Once", "grammar": 'root ::= ([a-z]{40} "\\n")+', "n_predict": 400, "t_max_predict_ms": 1}
+    status, answer, _ = serving.ask("POST", "/completion", body)
+    assert (status, answer["stop_type"], answer["has_new_line"]) == (200, "limit", True)
+    assert len(answer["content"]) == 41
+    assert answer["content"].endswith("\n")

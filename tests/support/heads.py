@@ -188,8 +188,7 @@ class Head:
         seen.ended = seen.ended or (token == END and not seen.stopped)
         if token != END and self._is_open(sample.request):
             self.calibrations.judge(sample.request, self.state(sample.request), token)
-        finish = Finish.END_OF_TEXT if token == END else None
-        self.handle(Sampled(sample.request, token, self._want(seen), finish))
+        self.handle(Sampled(sample.request, token, self._want(seen), Finish.END_OF_TEXT if token == END else None))
 
     def _needs_row(self, seen: Seen) -> bool:
         """Some requests need whole rows for some of their tokens."""
