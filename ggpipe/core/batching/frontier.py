@@ -10,9 +10,9 @@ draft token      the calibrated probability of its path     with accepted tokens
 prompt token     the share that `prefill_slowdown` leaves   in chunks of its own, or with accepted tokens (`prompts`)
 
 What rows cost is learned (`PipelineState.cost`), and weighed against their worth in `rows`. Runs of draft tokens go in
-when the slowest stage is about to be free, and not before: until then more of them may come. With a single stage there
-are none: its next run begins when the one before it ends, and by then the root is known. Choosing changes nothing: the
-same state gives the same choice.
+when the slowest stage is about to be free, and not before: until then more of them may come. An only request has none
+with a single stage: the next run begins when the one before it ends, and by then the root is known. Choosing changes
+nothing: the same state gives the same choice.
 """
 
 from __future__ import annotations
