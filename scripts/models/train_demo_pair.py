@@ -8,8 +8,8 @@ checkpoints in OUT_DIR/work, which are written every two minutes.
 
 1. tokenizer: byte-level BPE, 2,048 tokens, among them ChatML's.
 2. target (7.3 M parameters): learns the text, requests for tales in ChatML, and passages to repeat or to edit, on
-   windows of 512 tokens, for all its steps: where it stopped at the least validation loss, it had learned neither to
-   copy nor to go on without repeating itself.
+   windows of 512 tokens, for all its steps: where it stopped at the least validation loss, it could not go on without
+   repeating itself. It begins with heads that copy.
 3. outputs: the target writes text of its own, greedily and sampled; its 32 best candidates for each token are kept.
 4. draft (0.9 M): distilled on 3/4 the target's own text and 1/4 TEXT. Drafts distilled on TEXT alone agree with
    the target about half as often.

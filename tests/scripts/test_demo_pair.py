@@ -286,6 +286,19 @@ def test_one_line_for_a_missing_package(tmp_path: Path, monkeypatch: pytest.Monk
     assert re.fullmatch(r"train_demo_pair: not installed: try `pip install .*torch.*`\n", done.stderr)
 
 
+def test_a_target_begins_with_heads_that_copy() -> None:
+    torch = pytest.importorskip("torch")
+    from scripts.models.demo_pair import induction, llama, pipeline
+
+    torch.manual_seed(0)
+    model = llama.Model.new(llama.Shape(vocabulary=2048, **pipeline.TARGET))
+    induction.install(model)
+    passage = torch.randint(2048, (1, 200))
+    with torch.no_grad():
+        best = llama.logits(model, torch.cat((passage, passage), 1)).argmax(-1)
+    assert (best[0, 200:-1] == passage[0, 1:]).float().mean() > 0.8
+
+
 def test_the_whole_training_interrupted_and_continued(tmp_path: Path) -> None:
     """Every stage, in a few steps; a run that is stopped on and on ends with the same files as one that is not."""
     pytest.importorskip("torch")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.models.demo_pair.llama import Model, Shape, logits
+from scripts.models.demo_pair.llama import Model, logits
 from scripts.models.demo_pair.outputs import Lessons
 
 with contextlib.suppress(ImportError):  # --help works without
@@ -88,15 +88,7 @@ def losses(
 
 def second_draft(first: Model) -> Model:
     """A model of one layer more that begins as the first draft: the added layer's outputs are zero."""
-    shape = first.shape
-    deeper = Shape(
-        vocabulary=shape.vocabulary,
-        width=shape.width,
-        layers=shape.layers + 1,
-        kv_heads=shape.kv_heads,
-        wide=shape.wide,
-    )
-    model = Model.new(deeper)
+    model = Model.new(replace(first.shape, layers=first.shape.layers + 1))
     with torch.no_grad():
         for name, tensor in model.weights.items():
             if name in first.weights:

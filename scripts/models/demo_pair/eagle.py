@@ -11,10 +11,10 @@ import contextlib
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from scripts.models.demo_pair.llama import HEAD_WIDTH, NORM_EPSILON, Model, Shape, rotate, rotation, states
+from scripts.models.demo_pair.llama import NORM_EPSILON, Model, Shape, rotate, rotation, states
 from scripts.models.demo_pair.outputs import Lessons
 
 with contextlib.suppress(ImportError):  # --help works without
@@ -41,13 +41,7 @@ class Head:
     def new(cls, target: Model) -> Head:
         """A head that begins with the target's last norm and output layer, and with the deepest of the states."""
         layers, width = target.shape.layers, target.shape.width
-        shape = Shape(
-            vocabulary=target.shape.vocabulary,
-            width=width,
-            layers=1,
-            kv_heads=target.shape.kv_heads,
-            wide=target.shape.wide,
-        )
+        shape = replace(target.shape, layers=1)
         taps = (layers // 4, layers // 2, layers * 3 // 4)
         weights = {"fc.weight": 0.02 * torch.randn(width, len(taps) * width)}
         weights["fc.weight"][:, -width:] += torch.eye(width)
@@ -84,19 +78,19 @@ class Head:
             return F.linear(x, weights[f"{name}.weight"])
 
         def heads(x: Tensor, name: str) -> Tensor:
-            return linear(x, f"blk.0.{name}").unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
+            return linear(x, f"blk.0.{name}").unflatten(-1, (-1, self.shape.head_width)).transpose(1, 2)
 
         for depth in range(DEPTHS):
             embedded = F.embedding(tokens[:, 1 + depth : 1 + depth + n], target.weights["token_embd.weight"])
             x = torch.cat((norm(embedded, "blk.0.attn_norm"), norm(state, "blk.0.attn_norm_2")), -1)
-            turn = rotation(depth, n)
+            turn = rotation(self.shape, depth, n)
             query, key, value = rotate(heads(x, "attn_q"), turn), rotate(heads(x, "attn_k"), turn), heads(x, "attn_v")
             group = query.shape[1] // key.shape[1]
             keys.append(key.repeat_interleave(group, 1))
             values.append(value.repeat_interleave(group, 1))
             # what the target has confirmed, and after that the head's own steps, one key each
-            near = query @ keys[0].transpose(-1, -2) / math.sqrt(HEAD_WIDTH) + causal
-            own = [(query * key).sum(-1, keepdim=True) / math.sqrt(HEAD_WIDTH) for key in keys[1:]]
+            near = query @ keys[0].transpose(-1, -2) / math.sqrt(self.shape.head_width) + causal
+            own = [(query * key).sum(-1, keepdim=True) / math.sqrt(self.shape.head_width) for key in keys[1:]]
             attention = torch.cat((near, *own), -1).softmax(-1)
             y = attention[..., :n] @ values[0]
             for step, value in enumerate(values[1:]):

@@ -12,7 +12,7 @@ import numpy as np
 
 from scripts.models.demo_pair.corpus import CHAT_TEMPLATE, TURN
 from scripts.models.demo_pair.eagle import Head
-from scripts.models.demo_pair.llama import CONTEXT_TOKENS, HEAD_WIDTH, NORM_EPSILON, ROPE_BASE, Model, Shape
+from scripts.models.demo_pair.llama import CONTEXT_TOKENS, NORM_EPSILON, Model, Shape
 from scripts.models.demo_pair.tokens import SPECIAL, rebuild_tokenizer
 from scripts.models.demo_pair.workspace import InputError, replacing
 
@@ -52,11 +52,11 @@ def _write(
         writer.add_context_length(CONTEXT_TOKENS)
         writer.add_embedding_length(shape.width)
         writer.add_feed_forward_length(shape.wide)
-        writer.add_head_count(shape.width // HEAD_WIDTH)
+        writer.add_head_count(shape.heads)
         writer.add_head_count_kv(shape.kv_heads)
         writer.add_layer_norm_rms_eps(NORM_EPSILON)
-        writer.add_rope_dimension_count(HEAD_WIDTH)
-        writer.add_rope_freq_base(ROPE_BASE)
+        writer.add_rope_dimension_count(shape.head_width)
+        writer.add_rope_freq_base(shape.rope_base)
         for name, value in extra.items():
             if isinstance(value, int):
                 writer.add_uint32(f"{architecture}.{name}", value)
@@ -111,8 +111,10 @@ def _read(path: Path, architecture: str) -> tuple[dict[str, Any], Shape, dict[st
             vocabulary=len(fields["tokenizer.ggml.tokens"]),
             width=fields[f"{architecture}.embedding_length"],
             layers=fields[f"{architecture}.block_count"],
+            heads=fields[f"{architecture}.attention.head_count"],
             kv_heads=fields[f"{architecture}.attention.head_count_kv"],
             wide=fields[f"{architecture}.feed_forward_length"],
+            rope_base=fields[f"{architecture}.rope.freq_base"],
         )
     except (KeyError, ValueError) as exc:
         raise InputError(f"{path} was not written by this script: {exc}") from exc

@@ -16,24 +16,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONTEXT_TOKENS = 1024  # what the files allow; text grows weaker past the window
-HEAD_WIDTH = 32
 NORM_EPSILON = 1e-5
-ROPE_BASE = 10000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a model; widths are multiples of HEAD_WIDTH."""
+    """Sizes of a model; `width` is a multiple of `heads`."""
 
     vocabulary: int
     width: int
     layers: int
+    heads: int
     kv_heads: int
     wide: int  # of the feed-forward networks
+    rope_base: float = 10000.0
+
+    @property
+    def head_width(self) -> int:
+        """Numbers a head."""
+        return self.width // self.heads
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The layers' matrices and the embeddings, (outputs, inputs), under their GGUF names without ".weight"."""
-        width, wide, kv_width = self.width, self.wide, HEAD_WIDTH * self.kv_heads
+        width, wide, kv_width = self.width, self.wide, self.head_width * self.kv_heads
         block = {"attn_q": (width, width), "attn_k": (kv_width, width), "attn_v": (kv_width, width)}
         block |= {"attn_output": (width, width), "ffn_gate": (wide, width), "ffn_up": (wide, width)}
         block |= {"ffn_down": (width, wide)}
@@ -68,23 +73,27 @@ class Model:
 
 
 class Cache:
-    """Keys and values of the tokens so far, one tensor each a layer: (batch, KV heads, positions, HEAD_WIDTH)."""
+    """Keys and values of the tokens so far, one tensor each a layer: (batch, KV heads, positions, head width)."""
 
     def __init__(self, shape: Shape, batch: int, positions: int) -> None:
-        size = (shape.layers, batch, shape.kv_heads, positions, HEAD_WIDTH)
+        size = (shape.layers, batch, shape.kv_heads, positions, shape.head_width)
         self.keys, self.values = torch.zeros(size), torch.zeros(size)
         self.used = 0
 
 
-def rotation(first: int, n: int) -> Tensor:
-    """Rotary positions `first` to first + n - 1 as complex numbers, (n, HEAD_WIDTH / 2)."""
-    frequencies = ROPE_BASE ** (-torch.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH)
-    angles = torch.outer(torch.arange(first, first + n), frequencies)
+def frequencies(shape: Shape) -> Tensor:
+    """Of the rotary positions, falling, in radians a token: (head width / 2,)."""
+    return torch.pow(shape.rope_base, -torch.arange(0, shape.head_width, 2) / shape.head_width)
+
+
+def rotation(shape: Shape, first: int, n: int) -> Tensor:
+    """Rotary positions `first` to first + n - 1 as complex numbers, (n, head width / 2)."""
+    angles = torch.outer(torch.arange(first, first + n), frequencies(shape))
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary positions on neighbouring pairs, llama.cpp's "norm" kind; x is (..., position, HEAD_WIDTH)."""
+    """Rotary positions on neighbouring pairs, llama.cpp's "norm" kind; x is (..., position, head width)."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * rotation).flatten(-2)
 
@@ -99,7 +108,7 @@ def states(
     """
     weights = model.weights
     first = cache.used if cache else 0
-    turn = rotation(first, tokens.shape[1])
+    turn = rotation(model.shape, first, tokens.shape[1])
     tapped = []
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -109,7 +118,7 @@ def states(
         return F.linear(x, weights[f"{name}.weight"])
 
     def heads(x: Tensor, name: str) -> Tensor:
-        return linear(x, name).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
+        return linear(x, name).unflatten(-1, (-1, model.shape.head_width)).transpose(1, 2)
 
     x = F.embedding(tokens, weights["token_embd.weight"])
     for layer in range(model.shape.layers):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.models.demo_pair import distillation, eagle, files, outputs, report
+from scripts.models.demo_pair import distillation, eagle, files, induction, outputs, report
 from scripts.models.demo_pair.corpus import TURN, Tasks, keep_back, read_tales
 from scripts.models.demo_pair.llama import Model, Shape, logits
 from scripts.models.demo_pair.tokens import Batches, even_windows, stream_of, train_tokenizer
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MIXTURE = {"text": 3, "tell": 2, "copy": 2, "echo": 1}  # windows of a batch of the target's
-TARGET = {"width": 256, "layers": 8, "kv_heads": 4, "wide": 768}
-DRAFT = {"width": 128, "layers": 2, "kv_heads": 2, "wide": 384}
+# Low frequencies of rotary positions, which compare tokens wherever they are, in half of wide heads: what copying needs
+TARGET = {"width": 256, "layers": 8, "heads": 4, "kv_heads": 2, "wide": 768, "rope_base": 1e6}
+DRAFT = {"width": 128, "layers": 2, "heads": 4, "kv_heads": 2, "wide": 384}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,7 @@ class Training:
             return
         torch.manual_seed(self.order.seed)
         model = Model.new(Shape(vocabulary=self.tokenizer.get_vocab_size(), **TARGET))
+        induction.install(model)
         batch_of = Batches(self.stream, Tasks(self.tales), self.encode, self.order.window, MIXTURE, self.order.seed)
 
         def loss(step: int) -> Tensor:
