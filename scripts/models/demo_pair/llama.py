@@ -133,9 +133,13 @@ def states(
         if cache:
             cache.keys[layer, :, :, first : first + 1], cache.values[layer, :, :, first : first + 1] = key, value
             key, value = cache.keys[layer, :, :, : first + 1], cache.values[layer, :, :, : first + 1]
-        group = query.shape[1] // key.shape[1]  # repeated rather than enable_gqa: the CPU's fused attention takes these
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=cache is None)
+        group = query.shape[1] // key.shape[1]
+        if cache:  # a group's heads as positions of one query: nothing of the cache is copied
+            y = F.scaled_dot_product_attention(query.view(key.shape[0], key.shape[1], group, -1), key, value)
+            y = y.view(query.shape)
+        else:  # repeated rather than enable_gqa: the CPU's fused attention takes these
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         y = linear(y.transpose(1, 2).flatten(-2), f"{block}.attn_output")
         x = x + y
         y = norm(x, f"{block}.ffn_norm")
