@@ -112,11 +112,33 @@ class Accepted(msgspec.Struct, frozen=True):
     """For each of the tokens, the target's run and row whose logits it was sampled from."""
 
 
+class SharedToken(msgspec.Struct, frozen=True):
+    """A draft token of another drafter."""
+
+    path: tuple[int, ...]
+    """The draft tokens between it and the root in order, and itself."""
+    number: int
+    """The head's number for it: negative, unlike the drafter's own."""
+    probability: float
+    """Of this token after its parent."""
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """Draft tokens that other drafters named. A draft model may decode them before it names them, and draft after them.
+    So a fast one drafts for a slow one, and goes on where that one disagreed with it."""
+
+    request: int
+    epoch: int
+    """Accepted tokens; the last of them is the root."""
+    tokens: tuple[SharedToken, ...]
+    """Parents before children."""
+
+
 class EndDrafting(msgspec.Struct, frozen=True):
     """No more draft tokens are needed for this request."""
 
     request: int
 
 
-DrafterMessage = BeginDrafting | Accepted | EndDrafting
+DrafterMessage = BeginDrafting | Accepted | Shared | EndDrafting
 """What the head sends to a drafter."""

@@ -101,6 +101,8 @@ class Limits:
     each stage has a machine of its own, and so have draft models."""
     drafts_late: bool = False
     """Drafters read a prompt after the target, as they share a machine with stages, and read no states of these."""
+    sharing: tuple[int, ...] = ()
+    """Ids of drafters that are sent the draft tokens of others: draft models, as far as they read no states."""
     sparsity: float = 1.0
     """Weights of the model, as a multiple of those that one row uses: 1 where it uses all, more with experts."""
 

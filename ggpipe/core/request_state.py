@@ -363,12 +363,13 @@ class RequestState(SequenceState):
         self.counters.rejected(node.run for node in dead if node.submitted)
         return dead
 
-    def add(self, micro_batch: MicroBatch, now: float) -> None:
-        """A drafter sent draft tokens: add those to the tree that may still be accepted."""
-        if micro_batch.drafter in self.drafters:
-            self.drafted_at = now
-            self.counters.drafted_tokens += sum(expansion.n for expansion in micro_batch.expansions)
-            self.drafters.add(micro_batch, self.output, self._may_follow, now)
+    def add(self, micro_batch: MicroBatch, now: float) -> list[Node]:
+        """A drafter sent draft tokens: add those to the tree that may still be accepted, and return them."""
+        if micro_batch.drafter not in self.drafters:
+            return []
+        self.drafted_at = now
+        self.counters.drafted_tokens += sum(expansion.n for expansion in micro_batch.expansions)
+        return self.drafters.add(micro_batch, self.output, self._may_follow, now)
 
     def _may_follow(self, parent: Node, token: int) -> bool:
         """Whether a draft token may follow: none after the end of the output, and none that cannot be sampled."""

@@ -395,6 +395,6 @@ class Scheduler:
 
     def _drafted(self, micro_batch: MicroBatch) -> None:
         if (state := self._open(micro_batch.request)) is not None:
-            state.add(micro_batch, self._now)
+            nodes = state.add(micro_batch, self._now)
             if micro_batch.expansions:
-                self._steering.drafted(micro_batch.drafter, state, self._open_states())
+                self._to_drafters += self._steering.drafted(micro_batch.drafter, state, self._open_states(), nodes)

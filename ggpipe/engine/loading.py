@@ -131,7 +131,13 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         places = [RankPlace(hello.host, hello.n_cores, hello.n_threads) for hello in agreed.hellos]
         crowded = crowding(layout, started.values(), places)
         late = crowded > 0 and not any(registry.reads_states(kinds[drafter]) for drafter in started)
-        limits = replace(limits, prefill_slowdown=config.prefill_slowdown, crowding=crowded, drafts_late=late)
+        limits = replace(
+            limits,
+            prefill_slowdown=config.prefill_slowdown,
+            crowding=crowded,
+            drafts_late=late,
+            sharing=registry.sharing({drafter: kinds[drafter] for drafter in started}),
+        )
         if config.context.exact and not context.exact_in_company:
             limits = replace(limits, n_seq=n_requests)  # branches, of several drafters as well, are company
         loaded.pop_all()

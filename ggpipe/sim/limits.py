@@ -32,7 +32,8 @@ def target_limits(sizes: Sizes, cluster: VirtualCluster, speculation: Speculatio
     crowded = crowding(cluster.target.layout, [draft.layout for draft in cluster.drafts], _places(cluster))
     late = crowded > 0 and not any(registry.reads_states(draft.drafter) for draft in cluster.drafts)
     n_in_flight = sizes.n_in_flight or limits.n_in_flight
-    return replace(limits, n_in_flight=n_in_flight, crowding=crowded, drafts_late=late)
+    sharing = registry.sharing(dict(enumerate(draft.drafter for draft in cluster.drafts)))
+    return replace(limits, n_in_flight=n_in_flight, crowding=crowded, drafts_late=late, sharing=sharing)
 
 
 def limits_of(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int = 1) -> Limits:

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
+from ggpipe.core.draft_messages import (
+    Accepted,
+    BeginDrafting,
+    DrafterMessage,
+    EndDrafting,
+    Expansion,
+    MicroBatch,
+    Shared,
+    SharedToken,
+)
 from ggpipe.core.messages import RunRecord
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
@@ -23,8 +32,9 @@ from ggpipe.transport.codec import (
 
 # version, kind, request, epoch, look-ahead, tokens
 _TO_DRAFTER = struct.Struct("<BBqqidI")
-_BEGIN, _ACCEPTED, _DONE = 1, 2, 3
+_BEGIN, _ACCEPTED, _DONE, _SHARED = 1, 2, 3, 4
 _BEGIN_DECODER = msgspec.msgpack.Decoder(BeginDrafting)  # once a request: no hot path
+_SHARED_DECODER = msgspec.msgpack.Decoder(tuple[SharedToken, ...])
 # version, complete, drafter, request, epoch, expansions, runs
 _MICRO_BATCH = struct.Struct("<BBHqqII")
 _EXPANSION = struct.Struct("<iiII")
@@ -41,6 +51,8 @@ def drafter_message(message: DrafterMessage) -> Payload:
             return b"".join((head, pack_ints(tokens), *(ROW_OF_RUN.pack(*row) for row in rows)))
         case EndDrafting(request):
             return _TO_DRAFTER.pack(VERSION, _DONE, request, 0, 0, 0.0, 0)
+        case Shared(request, epoch, shared):
+            return _TO_DRAFTER.pack(VERSION, _SHARED, request, epoch, 0, 0.0, 0) + msgspec.msgpack.encode(shared)
         case BeginDrafting():
             return _TO_DRAFTER.pack(VERSION, _BEGIN, message.request, 0, 0, 0.0, 0) + msgspec.msgpack.encode(message)
 
@@ -57,6 +69,8 @@ def read_drafter_message(payload: Payload) -> DrafterMessage:
     if kind == _DONE:
         return EndDrafting(request)
     try:
+        if kind == _SHARED:
+            return Shared(request, epoch, _SHARED_DECODER.decode(view[_TO_DRAFTER.size :]))
         return _BEGIN_DECODER.decode(view[_TO_DRAFTER.size :])
     except msgspec.MsgspecError as e:
         raise RunError(f"an unreadable message to the draft arrived ({e}): use one ggpipe everywhere") from e

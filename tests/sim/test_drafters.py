@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import n_examples
-from support.virtual import ASYNC
+from support.virtual import ASYNC, several_drafts
 
 from ggpipe.cluster.model_shape import ModelShape, block_head_shape, head_shape
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.eagle import HORIZON
 from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
+from ggpipe.sim.simulator import simulate
 from ggpipe.sim.text import SyntheticTokens
 from ggpipe.sim.virtual_cluster import placement_of, with_drafts, with_splits
 from ggpipe.stats.records import RequestStats
@@ -196,3 +198,21 @@ def test_a_split_names_the_ranks_of_several_draft_models() -> None:
     assert placement.draft_on == (4, 5, 6, 7, 8)
     assert placement.layer_splits == splits
     assert placement.draft_layout(1) is None
+
+
+@pytest.mark.parametrize("agreements", [(0.65, 0.8), (0.6, 0.6)])
+def test_draft_models_bring_more_if_they_share_their_tokens(
+    agreements: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fast draft model and a slow one that is right more often, or two alike."""
+    first, second = agreements
+    draft_s = (0.007, 0.09) if first < second else (0.01, 0.01)
+    virtual = several_drafts([0.031] * 8, draft_s, row_share=0.05)
+
+    def seconds() -> float:
+        texts = [SyntheticTokens(first, 40, 192, seed, others=(second,), overlap=0.6) for seed in range(2)]
+        return sum(192 / (simulate(virtual, text, ASYNC, 192).decode_tps or 0.0) for text in texts)
+
+    shared_s = seconds()
+    monkeypatch.setattr(registry, "sharing", lambda kinds: ())
+    assert shared_s < 0.98 * seconds()

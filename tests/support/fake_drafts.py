@@ -9,7 +9,16 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
+from ggpipe.core.draft_messages import (
+    ROOT,
+    Accepted,
+    BeginDrafting,
+    DrafterMessage,
+    EndDrafting,
+    Expansion,
+    MicroBatch,
+    Shared,
+)
 from ggpipe.core.drafters.base import DraftEvent, DraftPipeline
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.drafters.ngram import Ngrams
@@ -82,6 +91,9 @@ class RealDraft(DrafterDriver):
                 self.text[request] += tokens
                 self.look_ahead[request] = look_ahead
                 assert len(self.text[request]) == len(self.begun[request].prompt) + epoch
+            case Shared(request, epoch, tokens):
+                for one in tokens:
+                    self.paths[request, one.number] = (*self.text[request], *one.path)
             case EndDrafting(request):
                 del self.text[request]
         self.handle(message)
@@ -134,7 +146,8 @@ class RealDraft(DrafterDriver):
             ]
             for i, (token, _) in enumerate(expansion.candidates[: expansion.n]):
                 self.paths[batch.request, expansion.first + i] = (*path, token)
-        paths = [path for (request, _), path in self.paths.items() if request == batch.request and is_below(path, text)]
+        named = [(number, path) for (request, number), path in self.paths.items() if request == batch.request]
+        paths = [path for number, path in named if number > 0 and is_below(path, text)]
         leaves = set(paths) - {path[:-1] for path in paths}
         assert len(paths) <= 256 if speculation.is_best_first else len(leaves) <= speculation.n_parallel
         self.batches.append(batch)

@@ -98,6 +98,7 @@ def speculations(n_draft: int, n_min: int) -> st.SearchStrategy[SpeculationConfi
 
 KINDS = st.sampled_from(get_args(Kind))
 DROPS = st.lists(st.sampled_from(Dropping), max_size=3).map(tuple)
+SHARING = st.sampled_from(((), (0, 1, 2)))
 DRAFTS = st.lists(KINDS, min_size=1, max_size=2).map(tuple) | st.lists(KINDS, min_size=1, max_size=4).map(tuple)
 
 PACES = st.fixed_dictionaries(
@@ -172,6 +173,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             partial_prefixes=draw(st.booleans()),
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
             drafts_late=draw(st.booleans()),
+            sharing=draw(SHARING),
         )
 
     return Scenario(
@@ -211,6 +213,7 @@ def thickets(draw: st.DrawFn) -> Scenario:
             n_requests=n,
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
             drafts_late=draw(st.booleans()),
+            sharing=draw(SHARING),
         ),
         Limits(n_ctx=90, n_batch=12, n_ubatch=12, n_in_flight=2, n_seq=draw(st.integers(n, 12)), n_requests=n),
         n_stages=draw(st.integers(1, 3)),
@@ -258,6 +261,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
             partial_prefixes=draw(st.booleans()),
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
             drafts_late=draw(st.booleans()),
+            sharing=draw(SHARING),
         )
 
     target, draft = limits(draw(st.integers(1, 4))), limits(2)

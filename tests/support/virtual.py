@@ -95,6 +95,23 @@ def cluster(
     )
 
 
+def several_drafts(stages_s: Sequence[float], drafts_s: Sequence[float], row_share: float) -> VirtualCluster:
+    """A stage for each time, and draft models that take these times for a token, each on a node of its own. For all
+    models, a row beyond the first takes `row_share` of a run's time."""
+    own = cluster(stages_s, row_share=row_share)
+    first = len(stages_s)
+    drafts = [
+        PipelineSpec(
+            layout=lay_out(1, 1, None, rank),
+            stages={rank: StageSpec(threads=1, cost=Linear(s, s * row_share))},
+            row_bytes=0,
+        )
+        for rank, s in enumerate(drafts_s, first)
+    ]
+    nodes = (*own.nodes, *(VirtualNode(name=f"draft{i}", cores=1) for i in range(len(drafts))))
+    return replace(own, nodes=nodes, node_of=tuple(range(len(nodes))), drafts=tuple(drafts))
+
+
 def measured(hosts: Sequence[str] = ("node0", "node1"), slower: float = 1.0, threads: int = 8) -> Profile:
     """What `ggpipe profile` could have found on these ranks' hosts of 8 cores: stages of 2 of 4 layers.
 

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
+from ggpipe.core.draft_messages import (
+    Accepted,
+    BeginDrafting,
+    DrafterMessage,
+    EndDrafting,
+    Expansion,
+    MicroBatch,
+    Shared,
+    SharedToken,
+)
 from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import (
     KvKind,
@@ -96,6 +105,9 @@ DRAFTER_MESSAGES = st.one_of(
     ),
     st.builds(
         Accepted, INT64, INT64, TOKENS, INT32, PROBABILITY, st.lists(st.tuples(INT64, INT32), max_size=5).map(tuple)
+    ),
+    st.builds(
+        Shared, INT64, INT64, st.lists(st.builds(SharedToken, TOKENS, INT32, PROBABILITY), max_size=3).map(tuple)
     ),
     st.builds(EndDrafting, INT64),
 )

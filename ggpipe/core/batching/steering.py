@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from ggpipe.core.batching import frontier
 from ggpipe.core.batching.payoff import Payoff
 from ggpipe.core.batching.pipeline_state import PipelineState
-from ggpipe.core.draft_messages import Accepted, DrafterMessage, EndDrafting
+from ggpipe.core.draft_messages import Accepted, DrafterMessage, EndDrafting, Shared
 from ggpipe.core.drafters.base import TextDrafter
 from ggpipe.core.drafters.calibration import Pace
 from ggpipe.core.events import ToDrafter
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
+from ggpipe.core.tree import Node
 
 
 class Steering:
@@ -61,11 +62,21 @@ class Steering:
                 self._tell(state, drafter, accepted, messages)
         return messages
 
-    def drafted(self, drafter: int, state: RequestState, served: Sequence[SequenceState]) -> None:
-        """A drafter sent draft tokens for a request."""
+    def drafted(
+        self, drafter: int, state: RequestState, served: Sequence[SequenceState], nodes: Sequence[Node]
+    ) -> list[ToDrafter]:
+        """A drafter sent draft tokens for a request; `nodes` are those of them that are in the tree."""
         self._payoff.drafted(drafter)
         if drafter in state.drafters and drafter in self._paces and len(served) == 1:
             state.drafters[drafter].pace.recall(self._paces[drafter])
+        messages: list[ToDrafter] = []
+        if nodes and state.overlaps and state.request.speculation.is_best_first:
+            for other in self._pipeline.limits.sharing:
+                if other == drafter or other not in state.drafters:
+                    continue
+                if tokens := state.drafters.shared_with(other, nodes):
+                    messages.append(ToDrafter(other, Shared(state.id, state.epoch, tokens)))
+        return messages
 
     def end(self, state: RequestState) -> list[ToDrafter]:
         """A request is over."""

@@ -16,7 +16,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
-from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch
+from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch, Shared
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_state import DraftState
 from ggpipe.core.events import RunDone, RunEnded, SubmitRun, Tick
@@ -60,6 +60,10 @@ class DraftModel:
                 self._begin(event)
             case Accepted():
                 self._accepted(event, actions)
+            case Shared(request, epoch, tokens):
+                state = self._requests.get(request)
+                if state is not None and state.epoch == epoch and self._limits.rolls_back:
+                    state.share(tokens)
             case EndDrafting(request):
                 self._done(request, now, actions)
             case RunEnded(result):
@@ -94,7 +98,7 @@ class DraftModel:
         for state in self._requests.values():
             assert state.tokens[-1] == state.tree.root.token
             assert state.tree.root.pos == len(state.tokens) - 1
-            assert all(best and not node.children for node, best in state.open.items())
+            assert all(best and not state.has_drafted_after(node) for node, best in state.open.items())
 
     # The text
 
@@ -164,7 +168,7 @@ class DraftModel:
     def _is_stuck(self, state: DraftState) -> bool:
         """Whether no draft tokens can follow until another token is accepted, given that none are on their way."""
         in_turn = not state.overlaps or state.least_path > 0
-        return in_turn or (not state.tree.root.children and state.retry_at is None)
+        return in_turn or (not state.has_drafted_after(state.tree.root) and state.retry_at is None)
 
     def _more_comes(self, state: DraftState) -> bool:
         """Whether draft tokens may follow without another message."""

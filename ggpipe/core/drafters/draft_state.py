@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from ggpipe.core.draft_messages import ROOT, BeginDrafting, Candidates, Expansion
+from ggpipe.core.draft_messages import ROOT, BeginDrafting, Candidates, Expansion, SharedToken
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.kv.radix_tree import Prefix
@@ -21,6 +21,11 @@ _LEAST_PATH = 1 / 500
 _LEAST_AGREEMENT = 0.01
 _MOST_NODES = 256
 """Draft tokens below the root, at most."""
+_MOST_SHARED = _MOST_NODES // 2
+"""No draft tokens of other drafters are taken in beyond this number."""
+_ROUNDING = 1e-6
+_OTHER = 1
+"""In a draft model's own tree: any other drafter."""
 _LOG_PATH = operator.attrgetter("log_path")
 
 
@@ -43,7 +48,7 @@ class DraftState:
     epoch: int = 0
     """Accepted tokens."""
     open: dict[Node, Candidates] = field(default_factory=dict)
-    """Nodes without children that were decoded, with their candidates."""
+    """Nodes that were decoded and have no draft tokens of its own after them, with their candidates."""
     untried: list[Node] = field(default_factory=list)
     """Open nodes that may have children in a tree that grows best-first. The others' paths are not probable enough, or
     too long, below this root."""
@@ -112,10 +117,25 @@ class DraftState:
         """Position of the deepest draft token that is useful now."""
         return self.tree.root.pos + min(self.look_ahead, self.begin.n_left - self.epoch - 1)
 
+    def has_drafted_after(self, node: Node) -> bool:
+        """Draft tokens of its own follow this node."""
+        return any(proposal.drafter != _OTHER for child in node.children.values() for proposal in child.proposals)
+
     @property
     def n_used(self) -> int:
         """Cells in use outside the prefix cache."""
         return self.n_decoded + self.tree.n_submitted - self.prefix.n_tokens
+
+    def share(self, tokens: Iterable[SharedToken]) -> None:
+        """Take in draft tokens that other drafters named."""
+        for one in tokens:
+            parent: Node | None = self.tree.root
+            *above, token = one.path
+            for ancestor in above:
+                parent = parent and parent.children.get(ancestor)
+            if parent is not None and token not in parent.children and self.tree.n_nodes < _MOST_SHARED:
+                self.tree.add(parent, token, Proposal(_OTHER, one.number, one.probability), one.probability)
+                self._weigh_shared(parent)
 
     def may_grow(self, node: Node) -> bool:
         """Whether children of this node would be useful now."""
@@ -126,10 +146,9 @@ class DraftState:
         if not self.overlaps and self.micro_batch_is_full:
             return iter(())
         deepest, least = self.deepest, -math.inf
-        if self.least_path:
-            least = self.tree.root.log_path + math.log(
-                self.least_path / max(self.calibration.agreement, _LEAST_AGREEMENT)
-            )
+        if self.is_best_first:
+            least = max(_LEAST_PATH, self.least_path / max(self.calibration.agreement, _LEAST_AGREEMENT))
+            least = self.tree.root.log_path + math.log(least) - _ROUNDING
         return (node for node in self.tree.best_first() if node.pos < deepest and node.log_path >= least)
 
     def path_probability(self, node: Node) -> float:
@@ -191,11 +210,28 @@ class DraftState:
             del self.open[node]
             room -= len(probabilities)
             self._expand(node, found, probabilities)
+            self._weigh_shared(node)
             if self.micro_batch_is_full:
                 full.append(tuple(self.held))
                 self.held, self.n_drafted = [], 0
         self.untried.clear()
         return full
+
+    def _weigh_shared(self, parent: Node) -> None:
+        """Other drafters' tokens after a node are less probable if the draft model itself prefers another one there: of
+        two that each seem this probable, not both can be right."""
+        if parent.logits is None or not parent.logits.ids:
+            return
+        best, prob = candidates(parent.logits)[0]
+        own = self.calibration.probability(prob)
+
+        def weighed(child: Node) -> float:
+            first = child.proposals[0]
+            if first.drafter != _OTHER or child.token == best:
+                return child.probability
+            return first.prob * (1 - own) / max(1 - first.prob * own, _ROUNDING)
+
+        self.tree.reevaluate_children(parent, [weighed(child) for child in parent.children.values()])
 
     def _worth(self, node: Node, found: Candidates) -> list[float]:
         """The probabilities of those candidates that become draft tokens after this node: the first ones."""

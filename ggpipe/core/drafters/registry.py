@@ -62,6 +62,11 @@ def reads_states(kind: str) -> bool:
     return kind == MTP or kind in HEADS
 
 
+def sharing(kinds: Mapping[int, str]) -> tuple[int, ...]:
+    """Of drafters with a model, by their ids, those that are sent the draft tokens of others."""
+    return tuple(drafter for drafter, kind in kinds.items() if not reads_states(kind))
+
+
 def model_of(kind: str) -> str:
     """What people call the model that a drafter of this kind needs."""
     return "the model's MTP layers" if kind == MTP else HEADS.get(kind, "a draft model")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 
-from ggpipe.core.draft_messages import ROOT, MicroBatch
+from ggpipe.core.draft_messages import ROOT, MicroBatch, SharedToken
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.drafters.consensus import Consensus
 from ggpipe.core.request import Counters
@@ -36,7 +36,10 @@ class DrafterState:
         self.complete = False
         """Whether it sends no more draft tokens below this root."""
         self.nodes: dict[int, Node] = {}
-        """Live draft tokens by its numbers."""
+        """Live draft tokens by its numbers, and those of others by the numbers under which it was sent them."""
+        self.shared: dict[Node, int] = {}
+        """Live draft tokens of others that it was sent, with their numbers."""
+        self.n_shared = 0
         self.accepted: dict[int, int] = {}
         """Its draft tokens that became text: number -> tokens accepted with it."""
 
@@ -160,14 +163,19 @@ class RequestDrafters:
                 self._states[proposal.drafter].nodes.pop(proposal.number, None)
         for state in self._states.values():
             state.complete = False
+            if (number := state.shared.get(root)) is not None:
+                state.accepted[number] = epoch
+            for node in (root, *dead) if state.shared else ():
+                if (number := state.shared.pop(node, None)) is not None:
+                    del state.nodes[number]
         self._tree.reevaluate(self._probabilities)
 
     def add(
         self, micro_batch: MicroBatch, output: Sequence[int], may_follow: Callable[[Node, int], bool], now: float
-    ) -> None:
+    ) -> list[Node]:
         """A drafter sent draft tokens: add those to the tree that may still be accepted, and that `may_follow` their
-        parents. `output`: all accepted tokens. The drafter must be one of the request's."""
-        state = self._states[micro_batch.drafter]
+        parents, and return them. `output`: all accepted tokens. The drafter must be one of the request's."""
+        state, added = self._states[micro_batch.drafter], list[Node]()
         if micro_batch.epoch == len(output):
             if not state.answers_at_once:
                 state.pace.came(_n_levels(micro_batch), now)
@@ -185,11 +193,25 @@ class RequestDrafters:
                     parent = self._tree.root
                 if parent is not None and parent.within(self._tree.root) and may_follow(parent, token):
                     proposal = Proposal(micro_batch.drafter, number, prob)
-                    state.nodes[number] = self._tree.add(parent, token, proposal, state.calibration.probability(prob))
+                    node = self._tree.add(parent, token, proposal, state.calibration.probability(prob))
+                    state.nodes[number] = node
+                    added.append(node)
             if parent is not None and len(self._states) > 1:
                 together = self._consensus.probabilities(parent.children.values(), self._calibrations)
                 if together is not None:
                     self._tree.reevaluate_children(parent, together)
+        return added
+
+    def shared_with(self, drafter: int, nodes: Iterable[Node]) -> tuple[SharedToken, ...]:
+        """Those of these draft tokens, which another drafter just named, that this one is to be sent."""
+        known, tokens = self._states[drafter], list[SharedToken]()
+        for node in nodes if known.look_ahead > 0 else ():
+            if node not in known.shared and all(proposal.drafter != drafter for proposal in node.proposals):
+                known.n_shared += 1
+                number = known.shared[node] = -known.n_shared
+                known.nodes[number] = node
+                tokens.append(SharedToken(node.path, number, node.probability))
+        return tuple(tokens)
 
     def validate(self) -> None:
         """Check what must hold between events. Raises AssertionError."""
@@ -198,6 +220,7 @@ class RequestDrafters:
             for proposal in node.proposals:
                 named[proposal.drafter, proposal.number] = node
         for drafter, state in self._states.items():
+            named |= {(drafter, number): node for node, number in state.shared.items()}
             for number, node in state.nodes.items():
                 assert node.within(self._tree.root), f"drafter {drafter} has a dead node"
                 assert named[drafter, number] is node, f"drafter {drafter} has another one's node"
