@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command_lines import given, options_of
+from support.command_lines import given, options, options_of
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.sampling import SamplingConfig
@@ -154,3 +154,11 @@ def test_constraints_are_settings_of_sampling(tmp_path: Path) -> None:
 def test_what_no_text_can_be_held_to_is_refused(line: str, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         sampling_config(options_of(f"-m x {line}"))
+
+
+def test_an_empty_constraint_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.touch()
+    for words in (["--grammar", ""], ["-j", ""], ["--grammar-file", str(empty)], ["-jf", str(empty)]):
+        with pytest.raises(SettingError, match="is empty, and would constrain nothing"):
+            sampling_config(options(["-m", "x", *words]))
