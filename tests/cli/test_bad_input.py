@@ -231,5 +231,17 @@ def test_bad_settings_are_refused(arguments: tuple[str, ...]) -> None:
     fails(ggpipe("generate", "-m", TARGET, *arguments))
 
 
+@pytest.mark.parametrize(
+    "command", [("serve", "--port", "0"), ("batch", "IN", "-o", "OUT", "-st"), ("generate", "-p", "x", "-st")]
+)
+def test_bad_grammars_and_templates_are_found_before_ranks_start(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "IN").write_text("a prompt\n")
+    name, *rest = (str(tmp_path / word) if word in ("IN", "OUT") else word for word in command)
+    given = (name, "-m", TARGET, *rest, *SPLITS[2])
+    fails(ggpipe(*given, "--grammar", "root ::= bar"), "--grammar", "there is no rule 'bar'")
+    fails(ggpipe(*given, "-j", '{"type":"foo"}'), "--json-schema", "Invalid type: foo")
+    fails(ggpipe(*given, "--chat-template", "{% if"), "--chat-template", "no template that Jinja can read")
+
+
 def test_no_model() -> None:
     fails(ggpipe("generate", "-p", "x"), "--model")
