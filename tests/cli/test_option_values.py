@@ -96,7 +96,7 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         (lambda: options_of("-m m --modes async,x", "bench")[BenchSettings], "`modes` must be iterative, .*, got x"),
         (lambda: options_of("-m m --layers 5-3", "profile"), "`layers` 5-3: write the first and the last layer"),
         (lambda: options_of("-m m --seconds nan", "profile")[ProfileSettings], "`seconds` must be positive"),
-        (lambda: options_of("-r 0", "plan")[PlanSettings], "`n_ranks` must be 1 or more, got 0"),
+        (lambda: options_of("-r 0", "plan")[PlanSettings], "`n_ranks` must be a number .* 1 to 1024, got 0"),
         (lambda: options_of("office -n 0", "simulate")[SimulatedText], "`n_predict` must be -1 .*, 1 or more, got 0"),
     ],
 )
