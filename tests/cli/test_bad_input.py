@@ -79,7 +79,8 @@ def test_prompt_longer_than_the_context(n: int) -> None:
 
 @pytest.mark.parametrize("n", RANKS)
 def test_thread_lists_of_the_wrong_length(n: int) -> None:
-    fails(ggpipe("generate", "-m", TARGET, "-p", "x", "-t", "1,1,1,1", *SPLITS[n]), "-t", "4 values", f"{n} ranks")
+    ranks = "for 1 rank:" if n == 1 else f"for {n} ranks:"
+    fails(ggpipe("generate", "-m", TARGET, "-p", "x", "-t", "1,1,1,1", *SPLITS[n]), "-t", "4 values", ranks)
     fails(ggpipe("generate", "-m", TARGET, "-p", "x", "-tb", "1/1/1/1", *SPLITS[n]), "-tb")
 
 
