@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until a command handles Ctrl-C, let it end the process: the import machinery would lose a KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ggpipe.cli.command_line import HelpWanted, named_command, parse
 from ggpipe.cli.messages import name_variables, warn
+from ggpipe.cli.outputs import check_outputs
 from ggpipe.cli.variables import read_variables
 from ggpipe.errors import UsageError
 from ggpipe.options.commands import COMMANDS
@@ -38,6 +39,7 @@ def dispatch(arguments: Sequence[str]) -> int:
         from ggpipe.cli.downloads import with_models  # needed by few
 
         options = with_models(command, options)
+    check_outputs(options)
     return _call(command, options)
 
 

@@ -75,9 +75,9 @@ from ggpipe.cluster.links import Link, Overheads, Skew, SumTimes
 from ggpipe.cluster.model_shape import Experts, ModelShape, even_shape
 from ggpipe.cluster.processors import USUAL_CORE_GFLOPS, processor
 from ggpipe.cluster.spec import TURNS, NodeSpec
-from ggpipe.config.layer_split import MAX_PARTS
+from ggpipe.config.layer_split import MAX_PARTS, MAX_RANKS
 
-MOST_NODES = 1024
+MOST_NODES = MAX_RANKS
 """Maximum number of machines in a cluster."""
 _WEIGHT_BITS = (1.0, 64.0)  # plausible bits per weight
 

@@ -138,9 +138,8 @@ class EngineConfig:
         pipeline, n_draft = self.pipeline, self.n_draft_ranks
         for name, values in (("threads", pipeline.threads), ("threads_batch", pipeline.threads_batch)):
             if len(values) not in (1, n_ranks):
-                raise SettingError(
-                    name, f"has {len(values)} values for {n_ranks} ranks", "give one for all, or one per rank"
-                )
+                ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
+                raise SettingError(name, f"has {len(values)} values for {ranks}", "give one for all, or one per rank")
         if pipeline.n_ranks is not None and pipeline.n_ranks + n_draft != n_ranks:
             n = pipeline.n_ranks + n_draft
             raise LaunchError(

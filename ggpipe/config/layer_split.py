@@ -11,6 +11,8 @@ from ggpipe.errors import SettingError
 
 MAX_PARTS = 16
 """Maximum number of ranks in a group, which is ggml's for devices that compute together."""
+MAX_RANKS = 1024
+"""Maximum number of ranks to start or to plan for, and of machines in a cluster file."""
 LEAST_SUM = 0.95
 """Least sum of the shares that a user writes. Rounded ones, such as 0.33,0.33,0.33, add up to a little less than 1."""
 SLACK = 1e-6

@@ -39,6 +39,8 @@ def _check_writable(path: Path) -> None:
 def make_folder(path: Path) -> None:
     """Make a folder before a long run. Raises UsageError if that fails, or if it is not writable."""
     try:
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"cannot write to {path}: it is a file; name a folder")
         path.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise _cannot_write(path, e) from e

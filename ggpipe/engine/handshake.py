@@ -170,9 +170,9 @@ def check_memory(
 
 
 def needs_by_rank(
-    config: EngineConfig, model_file: ModelFile, layout: Layout, draft_layouts: Sequence[Layout]
+    config: EngineConfig, model_file: ModelFile, layout: Layout, draft_layouts: Sequence[Layout | None]
 ) -> dict[int, Memory]:
-    """Memory of each rank. The arguments are those of `check_memory`."""
+    """Memory of each rank. The arguments are those of `check_memory`; a draft model without a layout is on the head."""
     context = config.context
     types = (context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
     n_prefixes = config.n_prefixes(context)

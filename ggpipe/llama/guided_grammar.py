@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.errors import RunError
+from ggpipe.errors import RunError, UsageError
 from ggpipe.llama.llguidance import MatcherInit, TokenizerInit, library
 from ggpipe.llama.vocab import Vocab
+from ggpipe.text.grammar.json_schema import one_line
 
 _SPECIAL = b"\xff"
 _MESSAGE_BYTES = 512
@@ -35,7 +36,8 @@ class GuidanceVocab:
 
     def matcher(self, lark: str) -> GuidedGrammar:
         """A grammar in its first state. `lark`: as `check` returns it. Takes a second at the first time, for 150,000
-        tokens. Other threads go on meanwhile. Raises RunError."""
+        tokens. Other threads go on meanwhile. Raises UsageError for a grammar that llguidance refuses, such as one
+        that is too large, and RunError for a vocabulary that it cannot use."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._read()
@@ -46,7 +48,7 @@ class GuidanceVocab:
         grammar = GuidedGrammar(self, own.llg_new_matcher(ctypes.byref(init), b"lark", lark.encode()))
         if error := grammar.error:
             grammar.close()
-            raise RunError(f"llguidance cannot follow a grammar: {error}")
+            raise UsageError(f"llguidance cannot follow this grammar or schema: {error}; simplify it")
         return grammar
 
     def _read(self) -> int:
@@ -98,7 +100,7 @@ class GuidedGrammar:
     def error(self) -> str:
         """Why it cannot be followed, or became too complex; empty: it can."""
         found = self._own.llg_matcher_get_error(self._matcher)
-        return " ".join(found.decode("utf-8", "replace").split()) if found else ""
+        return one_line(found.decode("utf-8", "replace")) if found else ""
 
     def clone(self) -> GuidedGrammar:
         """Another one that stands where this one does."""

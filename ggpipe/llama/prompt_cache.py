@@ -116,6 +116,8 @@ class PromptCache:
                 problem = "it cannot be read: permission denied"
             elif not read_only and not os.access(self.path.parent, os.W_OK | os.X_OK):
                 problem = f"{self.path.parent} cannot be written to: permission denied"
+            elif not read_only and _is_foreign(self.path):
+                problem = "it is no prompt cache of ggpipe, and would be overwritten; name another file"
         except OSError as e:
             problem = e.strerror or str(e)
         if problem:
@@ -150,6 +152,8 @@ def _write(file_path: Path, facts: dict[str, str], stage: Stage, seq: int, token
     """Write a file whole, or leave it as it was; returns why that is, or nothing."""
     header = msgspec.msgpack.encode(_Header(facts, tokens))
     try:
+        if _is_foreign(file_path):
+            return "it is no prompt cache of ggpipe"
         remove_abandoned(file_path)
         with whole_file(file_path) as path, path.open("wb") as file:
             file.write(_MAGIC + _HEADER.pack(len(header), zlib.crc32(header)) + header)
@@ -160,6 +164,14 @@ def _write(file_path: Path, facts: dict[str, str], stage: Stage, seq: int, token
     except RunError as e:
         return str(e)
     return ""
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether a file has contents that begin otherwise than a prompt cache. Raises OSError if it cannot be read."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return not _MAGIC.startswith(file.read(len(_MAGIC)))
 
 
 def _read_header(file: io.BufferedIOBase, facts: dict[str, str]) -> _Header:

@@ -74,6 +74,14 @@ class ChatSettings:
         further = {**usual, **(self.template_kwargs or {}), **conversation.further}
         return replace(conversation, template=self.source, further=further)
 
+    def check_template(self) -> None:
+        """Check the template before a model is loaded. Raises SettingError, UsageError."""
+        source = self.source
+        if source is not None and source not in BUILT_IN_TEMPLATES:
+            from ggpipe.text.chat.template_process import check_template  # only needed with a template
+
+            check_template(source)
+
     @property
     def source(self) -> str | None:
         """The template to use, or None for the model's own. Raises SettingError, UsageError."""

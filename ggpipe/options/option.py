@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -42,6 +42,8 @@ class Option:
     """Name of the setting in the library's messages. Default: the field."""
     variable: str = ""
     """llama.cpp's environment variable for the option, if any."""
+    writes: bool = False
+    """The option names a file that the command writes."""
     instead_of: str = ""
     """Name of a required option that need not be given with this one."""
 
@@ -176,9 +178,22 @@ class Options:
         """Names of the options that have a value other than the command's default."""
         return [row.name for row, value in self._given.items() if value != self._command.default_of(row)]
 
+    @property
+    def files(self) -> list[tuple[Option, Path]]:
+        """The files that options name, each with its option."""
+        return [(row, path) for row, value in self._given.items() for path in _paths_in(row.value(value))]
+
     def __getitem__(self, record: type[R]) -> R:
         """A record, with defaults for fields without a value. Raises SettingError for values out of bounds."""
         return record(**self.fields(record))
+
+
+def _paths_in(value: Any) -> Iterator[Path]:
+    if isinstance(value, Path):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _paths_in(part)
 
 
 @functools.cache

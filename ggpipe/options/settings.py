@@ -13,7 +13,7 @@ from typing import Literal
 from ggpipe.config.checks import check_choice, check_range
 from ggpipe.config.embeddings import MOST_NORM, Pooling
 from ggpipe.config.engine import PromptCacheConfig
-from ggpipe.config.layer_split import LayerSplits
+from ggpipe.config.layer_split import MAX_RANKS, LayerSplits
 from ggpipe.config.model import LoadMode
 from ggpipe.config.speculation import Mode
 from ggpipe.errors import Setting, SettingError, UsageError, Wording
@@ -387,7 +387,7 @@ class PlanSettings:
 
 
 def _check_measuring(n_ranks: int | None, seconds: float) -> None:
-    if n_ranks is not None and n_ranks < 1:
-        raise SettingError("n_ranks", f"must be 1 or more, got {n_ranks}")
+    if n_ranks is not None:
+        check_range("n_ranks", n_ranks, 1, MAX_RANKS, "a number of ranks")
     if not (math.isfinite(seconds) and seconds > 0):
         raise SettingError("seconds", f"must be positive, got {seconds:g}")

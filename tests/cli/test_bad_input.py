@@ -79,7 +79,8 @@ def test_prompt_longer_than_the_context(n: int) -> None:
 
 @pytest.mark.parametrize("n", RANKS)
 def test_thread_lists_of_the_wrong_length(n: int) -> None:
-    fails(ggpipe("generate", "-m", TARGET, "-p", "x", "-t", "1,1,1,1", *SPLITS[n]), "-t", "4 values", f"{n} ranks")
+    ranks = "for 1 rank:" if n == 1 else f"for {n} ranks:"
+    fails(ggpipe("generate", "-m", TARGET, "-p", "x", "-t", "1,1,1,1", *SPLITS[n]), "-t", "4 values", ranks)
     fails(ggpipe("generate", "-m", TARGET, "-p", "x", "-tb", "1/1/1/1", *SPLITS[n]), "-tb")
 
 
@@ -229,6 +230,18 @@ def test_no_mpi_library_on_one_rank(rank: int, tmp_path: Path) -> None:
 )
 def test_bad_settings_are_refused(arguments: tuple[str, ...]) -> None:
     fails(ggpipe("generate", "-m", TARGET, *arguments))
+
+
+@pytest.mark.parametrize(
+    "command", [("serve", "--port", "0"), ("batch", "IN", "-o", "OUT", "-st"), ("generate", "-p", "x", "-st")]
+)
+def test_bad_grammars_and_templates_are_found_before_ranks_start(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "IN").write_text("a prompt\n")
+    name, *rest = (str(tmp_path / word) if word in ("IN", "OUT") else word for word in command)
+    given = (name, "-m", TARGET, *rest, *SPLITS[2])
+    fails(ggpipe(*given, "--grammar", "root ::= bar"), "--grammar", "there is no rule 'bar'")
+    fails(ggpipe(*given, "-j", '{"type":"foo"}'), "--json-schema", "Invalid type: foo")
+    fails(ggpipe(*given, "--chat-template", "{% if"), "--chat-template", "no template that Jinja can read")
 
 
 def test_no_model() -> None:

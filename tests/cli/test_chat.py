@@ -175,3 +175,11 @@ def test_nothing_is_asked() -> None:
     result = piped("", *SHORT)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("ggpipe: error: stdin is neither a terminal nor")
+
+
+def test_stdin_is_closed() -> None:
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-P", "-m", "ggpipe", "chat", "-m", str(TARGET)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, cwd=ROOT)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("ggpipe: error: stdin is neither a terminal nor")
+    assert len(result.stderr.splitlines()) == 1

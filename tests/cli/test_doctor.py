@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.commands import TARGET
 from support.in_process import ggpipe
 
+from ggpipe.cli.commands import doctor
+from ggpipe.engine.doctor.checkup import Checkup
+from ggpipe.engine.doctor.rules import Finding, Wanted
 from ggpipe.options.commands import COMMANDS
 
+DRAFT = TARGET.with_name("tales-draft.gguf")
 LIMIT = ("--launch-timeout", 60)
 
 
@@ -43,6 +48,22 @@ def test_it_takes_the_flags_of_a_run() -> None:
     """So that a command line can be checked as it is."""
     words = ("-m", TARGET, "-c", 512, "-ctk", "q8_0", "--mpi-layer-split", "0.5,0.5", "-t", 1)
     assert ggpipe("doctor", *words, *LIMIT).returncode == 0
+
+
+@pytest.mark.parametrize("split", [(), ("--mpi-layer-split", "0.5,0.5"), ("--mpi-layer-split", "0.5,0.5/1.0")])
+def test_a_draft_model_counts_wherever_it_runs(split: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def no_checkup(_: object, __: object, wanted: Callable[[str], Wanted], ___: float) -> Checkup:
+        asked.append(wanted("localhost").needed_bytes)
+        return Checkup(facts={}, findings=(Finding(host="localhost", is_fatal=False, problem="none", cure="none"),))
+
+    monkeypatch.setattr(doctor, "check_up", no_checkup)
+    for draft in ((), ("-md", DRAFT)):
+        own = split if draft else tuple(word.partition("/")[0] for word in split)
+        assert ggpipe("doctor", "-m", TARGET, *draft, *own).returncode == 0
+    alone, with_draft = asked
+    assert with_draft > alone > 0
 
 
 def test_questions_come_from_a_doctor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command_lines import given, options_of
+from support.command_lines import given, options, options_of
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.sampling import SamplingConfig
@@ -96,7 +96,7 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         (lambda: options_of("-m m --modes async,x", "bench")[BenchSettings], "`modes` must be iterative, .*, got x"),
         (lambda: options_of("-m m --layers 5-3", "profile"), "`layers` 5-3: write the first and the last layer"),
         (lambda: options_of("-m m --seconds nan", "profile")[ProfileSettings], "`seconds` must be positive"),
-        (lambda: options_of("-r 0", "plan")[PlanSettings], "`n_ranks` must be 1 or more, got 0"),
+        (lambda: options_of("-r 0", "plan")[PlanSettings], "`n_ranks` must be a number .* 1 to 1024, got 0"),
         (lambda: options_of("office -n 0", "simulate")[SimulatedText], "`n_predict` must be -1 .*, 1 or more, got 0"),
     ],
 )
@@ -154,3 +154,11 @@ def test_constraints_are_settings_of_sampling(tmp_path: Path) -> None:
 def test_what_no_text_can_be_held_to_is_refused(line: str, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         sampling_config(options_of(f"-m x {line}"))
+
+
+def test_an_empty_constraint_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.touch()
+    for words in (["--grammar", ""], ["-j", ""], ["--grammar-file", str(empty)], ["-jf", str(empty)]):
+        with pytest.raises(SettingError, match="is empty, and would constrain nothing"):
+            sampling_config(options(["-m", "x", *words]))

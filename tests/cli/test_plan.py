@@ -176,7 +176,7 @@ def test_machines_of_a_hostfile_are_measured(tmp_path: Path) -> None:
         (("CLUSTER", "-m", "nofile.gguf"), "cannot open model file nofile.gguf: No such file or directory"),
         (("-m", "nofile.gguf"), "cannot open model file nofile.gguf: No such file or directory"),
         (("CLUSTER", "-r", "3"), "-r/--ranks 3: there is room for 2 ranks, .*"),
-        (("CLUSTER", "-r", "0"), "-r/--ranks must be 1 or more, got 0"),
+        (("CLUSTER", "-r", "0"), "-r/--ranks must be a number of ranks from 1 to 1024, got 0"),
         (("CLUSTER", "--users", "0"), "--users must be a number from 1 to 256, got 0"),
         (
             ("CLUSTER", "-c", "600", "--users", "4"),

@@ -192,6 +192,11 @@ def test_bad_paths(n: int, tmp_path: Path) -> None:
     assert f"--prompt-cache {tmp_path}/none/cache" in result.stderr
     assert f"there is no directory {tmp_path}/none" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+    (tmp_path / "notes").write_text("notes")
+    result = in_process.ggpipe_on_threads(*GREEDY, "-p", "Once", "--prompt-cache", tmp_path / "notes", *SPLITS[n])
+    assert result.returncode == 2
+    assert "it is no prompt cache of ggpipe, and would be overwritten; name another file\n" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     result = in_process.ggpipe_on_threads(*GREEDY, "-p", "Once", "--prompt-cache-ro", *SPLITS[n])
     assert result.returncode == 2
     assert "--prompt-cache-ro needs a file: name it with --prompt-cache" in result.stderr

@@ -122,6 +122,8 @@ def test_a_name_that_is_nearly_a_file_s(tmp_path: Path) -> None:
     for name in ("lama-8b.Q4_K_M.gguf", "llama-8b.Q4_K_M", "llama-8b.q4_k_m.gguf"):
         assert refused(tmp_path / name).endswith(f"; did you mean {tmp_path / 'llama-8b.Q4_K_M.gguf'}?")
     assert refused(tmp_path / "qwen.gguf").endswith("No such file or directory")
+    (tmp_path / "looped.gguf").symlink_to(tmp_path / "looped.gguf")  # nobody, root included, can open it
+    assert "did you mean" not in refused(tmp_path / "looped.gguf")
     assert refused(tmp_path).endswith("name a file in it")
     assert "name its repository on the Hugging Face Hub" in refused(Path("https://a.org/b.gguf"))
     assert "without quotes" in refused(Path("~/b.gguf"))
@@ -143,6 +145,20 @@ def test_not_gguf(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     assert "is not a GGUF file" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [
+        (99, "is a GGUF file of version 99, for a newer llama.cpp than ggpipe's, which reads versions up to 3: "),
+        (3 << 24, "is big-endian, and this machine is little-endian: convert it"),
+        (0x12345678, "is a damaged or truncated GGUF file"),
+    ],
+)
+def test_other_versions(version: int, problem: str, whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + version.to_bytes(4, "little") + whole.read_bytes()[8:])
+    assert refused(path).startswith(f"{path} {problem}")
 
 
 @pytest.mark.parametrize("part", ["counts", "metadata", "vocabulary", "tensor names"])

@@ -68,6 +68,20 @@ def generate(own: Grammar, vocab: Vocab, whole: list[int], seed: int) -> str | N
         own.close()
 
 
+def test_a_schema_at_which_llguidance_panics_is_refused_in_one_line(vocab: Vocab) -> None:
+    schemas: dict[str, object] = {"0": {"type": "object", "properties": {"0": {"type": "string"}}}}
+    for n in range(1, 13):
+        inner = {"$ref": f"#/$defs/{n - 1}"}
+        schemas[str(n)] = {"anyOf": [inner, {"allOf": [inner, {"required": [str(n)]}]}]}
+    guidance = GuidanceVocab(vocab)
+    with pytest.raises(UsageError, match="simplify it") as caught:
+        guided({"$ref": "#/$defs/12", "$defs": schemas}, guidance)
+    guidance.close()
+    assert "panic: " in str(caught.value)
+    assert "backtrace" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_texts_are_right(name: str, vocab: Vocab, whole: list[int]) -> None:
     texts = [

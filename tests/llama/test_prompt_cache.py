@@ -223,6 +223,12 @@ def test_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         PromptCache(tmp_path / "none" / "cache", 0)
     with pytest.raises(SettingError, match="no regular file"):
         PromptCache(tmp_path, 0)
+    (tmp_path / "notes").write_text("not a cache")
+    with pytest.raises(SettingError, match=r"notes: it is no prompt cache of ggpipe, .*; name another file"):
+        PromptCache(tmp_path / "notes", 0)
+    PromptCache(tmp_path / "notes", 0, read_only=True)
+    (tmp_path / "empty").touch()
+    PromptCache(tmp_path / "empty", 0)
     monkeypatch.setattr(os, "access", lambda _path, mode: mode == os.R_OK)
     with pytest.raises(SettingError, match="permission denied"):
         PromptCache(tmp_path / "cache", 0)

@@ -42,7 +42,7 @@ def run(options: Options) -> int:
 
     @functools.cache
     def results() -> Results:
-        options[ChatSettings].conversation("")  # to find mistakes in its settings first
+        options[ChatSettings].check_template()  # to find mistakes in the settings first
         sampling_config(options)
         tasks = read_tasks(own.input, own.format, options[ChatSettings].conversation)
         model = options[ModelSettings].target

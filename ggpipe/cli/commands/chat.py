@@ -36,7 +36,7 @@ def run(options: Options) -> int:
 
 def _question(options: Options) -> str | None:
     """The first question, or the only one if stdin is not a terminal. Raises UsageError for all mistakes in options."""
-    _settings(options).of_messages([])
+    _settings(options).check_template()
     sampling_config(options)
     prompt, is_only_one = options[PromptSettings], not sys.stdin.isatty()
     parts = [prompt.read()] if prompt.text is not None or prompt.file is not None else []

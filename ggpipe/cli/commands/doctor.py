@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -87,8 +88,10 @@ def _needs_by_rank(config: EngineConfig, n_ranks: int) -> dict[int, float]:
     try:
         target = ModelFile.open(config.model.path)
         drafts = [
-            lay_out(ModelFile.open(draft.model.path).n_layer, draft.n_ranks, draft.layer_split, head)
-            for head, draft in zip(config.draft_heads(n_ranks), config.drafts, strict=False)
+            None  # the target's head runs it
+            if head is None
+            else lay_out(ModelFile.open(draft.model.path).n_layer, draft.n_ranks, draft.layer_split, head)
+            for draft, head in itertools.zip_longest(config.drafts, config.draft_heads(n_ranks))
         ]
         layout = lay_out(target.n_layer, n_ranks - config.n_draft_ranks, config.pipeline.layer_split)
     except (ModelError, LaunchError):

@@ -62,6 +62,7 @@ def request_of(options: Options) -> GenerateRequest:
     """The request that a command line describes. Raises UsageError and SettingError."""
     prompt = options[PromptSettings]
     text = prompt.read()
+    options[ChatSettings].check_template()
     sampling_config(options)  # to find mistakes now
     own = as_prompt(options[ChatSettings].conversation(text) or text)
     spec = RequestSpec(prompt=own, n_predict=prompt.n_predict, speculation=speculation_config(options))

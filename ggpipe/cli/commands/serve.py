@@ -11,7 +11,6 @@ from ggpipe.cli.launching import NO_RESTART, check_model_files
 from ggpipe.cli.messages import in_flags, report, warn
 from ggpipe.cli.ranks import run_this_rank
 from ggpipe.config.engine import EngineConfig
-from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.engine.signals import Signals
 from ggpipe.errors import GgpipeError, Setting, SettingError, UsageError, Wording
@@ -41,7 +40,7 @@ def run(options: Options, on_start: Callable[[EngineThread], None] = lambda _: N
         config, speculation = engine_config(of_engine), speculation_config(of_engine)
     except GgpipeError as e:
         raise e.renamed(_NAMES) from None
-    sampling_config(options, SamplingConfig())  # to find mistakes now
+    sampling_config(options)  # to find mistakes now
     if not environment.is_rank():
         return _serve(options, config, speculation, of_engine, on_start)
     given = _GivenRanks(config, options)
@@ -167,5 +166,5 @@ def _refuse(error: GgpipeError, _: Head) -> int:
 
 def _chat(options: Options) -> ChatSettings:
     chat = ChatSettings(single_turn=True, **options.fields(ChatSettings))
-    chat.of_messages([])  # checks the template
+    chat.check_template()
     return chat

@@ -109,10 +109,12 @@ def findings(
         if model.fingerprint == fingerprint != "":
             continue
         problem = model.problem if not model.fingerprint else f"{model.path} differs from the one on {source}"
-        origin = model.path if source in ("", reference.host) else f"{source}:{model.path}"
-        yield fatal(
-            problem.partition(";")[0], f"rsync -L --mkpath {shlex.quote(origin)} {host}:{shlex.quote(model.path)}"
-        )
+        problem, _, advice = problem.partition("; ")
+        if not source and host == reference.host:  # nobody can copy it here
+            yield fatal(problem, advice or "name a file that can be read")
+        else:
+            origin = model.path if source in ("", reference.host) else f"{source}:{model.path}"
+            yield fatal(problem, f"rsync -L --mkpath {shlex.quote(origin)} {host}:{shlex.quote(model.path)}")
     # Memory, threads and limits
     if wanted.needed_bytes > facts.available_bytes * USABLE:
         yield fatal(

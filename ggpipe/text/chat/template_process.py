@@ -96,6 +96,19 @@ class TemplateProcess:
         return answer
 
 
+def check_template(source: str) -> None:
+    """Check, without a model, that Jinja can read a template. Raises SettingError."""
+    process = TemplateProcess()
+    try:
+        process.conversation(source, [{"role": "user", "content": "Hello"}], [], True, {})
+    except SettingError:
+        raise
+    except UsageError:
+        pass  # it does not take this conversation, but may take others
+    finally:
+        process.close()
+
+
 class _Answers:
     """The process's side."""
 

@@ -115,12 +115,17 @@ def _check(schema: Mapping[str, Any], draft: str) -> None:
         raise _wrong("has '$id' next to '$ref', which is not supported")
 
 
+def one_line(message: str) -> str:
+    """A message of llguidance as one line, without the backtrace that follows where it panics."""
+    return " ".join(message.partition("<backtrace>")[0].split())
+
+
 def problem_of(message: str) -> str:
     """What llguidance says of a schema, as the rest of a sentence whose subject is the schema."""
-    message = " ".join(message.split())[:300]
+    message = one_line(message)[:300]
     if message.startswith("Unimplemented keys: "):
         names = message.removeprefix("Unimplemented keys: ").strip("[]").replace('"', "'")
-        return f"has {names}, which is not supported"
+        return f"has {names}, which {'are' if ',' in names else 'is'} not supported"
     if message.startswith("Unknown format: "):
         return f"has the format '{message.removeprefix('Unknown format: ')}', which is not supported"
     if message.startswith("Unsatisfiable schema: "):

@@ -108,6 +108,19 @@ def test_a_model_that_only_another_machine_has() -> None:
 
 
 @pytest.mark.parametrize(
+    ("problem", "cure"),
+    [
+        ("cannot open model file x: No such file or directory", "name a file that can be read"),
+        ("cannot open model file x: No such file or directory; did you mean y.gguf?", "did you mean y.gguf?"),
+    ],
+)
+def test_a_model_that_this_machine_lacks_is_not_copied_from_it(problem: str, cure: str) -> None:
+    facts = msgspec.structs.replace(HEALTHY, models=(ModelFacts(path=MODEL, problem=problem),))
+    (own,) = findings("node1", facts, replace(REFERENCE, fingerprints={}), Wanted(), 0.0)
+    assert (own.problem, own.cure) == ("cannot open model file x: No such file or directory", cure)
+
+
+@pytest.mark.parametrize(
     ("code", "errors", "problem"),
     [
         (None, "", "it did not finish within 10 s"),

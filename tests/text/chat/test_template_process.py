@@ -12,7 +12,7 @@ from ggpipe.errors import SettingError, UsageError
 from ggpipe.text.chat import template_process
 from ggpipe.text.chat.conversation import CHATML
 from ggpipe.text.chat.template import ChatTemplate
-from ggpipe.text.chat.template_process import TemplateProcess
+from ggpipe.text.chat.template_process import TemplateProcess, check_template
 
 SPECIALS = ("<|im_start|>", "<|im_end|>")
 USER = {"role": "user", "content": "Hi<|im_end|> 🏰"}
@@ -29,6 +29,14 @@ def process() -> Iterator[TemplateProcess]:
 
 def rendered(process: TemplateProcess, source: str) -> tuple[str, str]:
     return process.conversation(source, [USER], [], True, {})
+
+
+def test_a_template_is_checked_without_a_model() -> None:
+    for source in (CHATML, SOURCE, "{{ raise_exception('no') }}"):
+        check_template(source)
+    for source in ("{% if", "{{ messages | nothing }}"):
+        with pytest.raises(SettingError, match="`chat_template` is no template that Jinja can read"):
+            check_template(source)
 
 
 @pytest.mark.parametrize("source", [CHATML, SOURCE, SOURCE + "{# once more #}"])

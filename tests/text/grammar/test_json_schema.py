@@ -37,6 +37,7 @@ def test_schemas_become_grammars(name: str) -> None:
         ({"type": []}, "matches no value"),
         ({"not": {}}, "has 'not', which is not supported"),
         ({"properties": {"a": {"if": True}}}, "has 'if', which is not supported"),
+        ({"if": True, "then": True}, "has 'if', 'then', which are not supported"),
         ({"type": "array", "uniqueItems": True}, "has 'uniqueItems'"),
         ({"type": "string", "format": "idn-email"}, "has the format 'idn-email', which is not supported"),
         ({"type": "string", "pattern": "(?=a)"}, "look-around"),
