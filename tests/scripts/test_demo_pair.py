@@ -291,7 +291,7 @@ def test_a_target_begins_with_heads_that_copy() -> None:
     from scripts.models.demo_pair import induction, llama, pipeline
 
     torch.manual_seed(0)
-    model = llama.Model.new(llama.Shape(vocabulary=2048, **pipeline.TARGET))
+    model = llama.Model.new(pipeline.TARGET(vocabulary=2048))
     induction.install(model)
     passage = torch.randint(2048, (1, 200))
     with torch.no_grad():

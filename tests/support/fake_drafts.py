@@ -194,7 +194,7 @@ class TextDraft:
         return batches
 
     def _check(self, batch: MicroBatch, message: DrafterMessage) -> None:
-        assert not isinstance(message, EndDrafting)
+        assert isinstance(message, BeginDrafting | Accepted)
         begin, text, paths = self._begun[batch.request], self._text[batch.request], self._paths[batch.request]
         assert batch.complete
         assert batch.epoch == len(text) - len(begin.prompt)

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
+from ggpipe.core.draft_messages import (
+    ROOT,
+    Accepted,
+    BeginDrafting,
+    DrafterMessage,
+    EndDrafting,
+    Expansion,
+    MicroBatch,
+    Shared,
+)
 from ggpipe.core.drafters import registry
 
 Tokens = tuple[int, ...]
@@ -33,6 +42,8 @@ class Oracle:
                 pass
             case EndDrafting(request):
                 del self._begun[request]
+                return []
+            case Shared():  # which only drafters with a model are sent
                 return []
         begin, first = self._begun[request], self._next_number[request]
         n = max(min(message.look_ahead, begin.n_left - epoch - 1, _MOST), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 MIXTURE = {"text": 3, "tell": 2, "copy": 2, "echo": 1}  # windows of a batch of the target's
 # Low frequencies of rotary positions, which compare tokens wherever they are, in half of wide heads: what copying needs
-TARGET = {"width": 256, "layers": 8, "heads": 4, "kv_heads": 2, "wide": 768, "rope_base": 1e6}
-DRAFT = {"width": 128, "layers": 2, "heads": 4, "kv_heads": 2, "wide": 384}
+TARGET = functools.partial(Shape, width=256, layers=8, heads=4, kv_heads=2, wide=768, rope_base=1e6)
+DRAFT = functools.partial(Shape, width=128, layers=2, heads=4, kv_heads=2, wide=384)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class Training:
         if self.order.target or not self.work.begin("target", {**self.common, "steps": steps}):
             return
         torch.manual_seed(self.order.seed)
-        model = Model.new(Shape(vocabulary=self.tokenizer.get_vocab_size(), **TARGET))
+        model = Model.new(TARGET(vocabulary=self.tokenizer.get_vocab_size()))
         induction.install(model)
         batch_of = Batches(self.stream, Tasks(self.tales), self.encode, self.order.window, MIXTURE, self.order.seed)
 
@@ -132,7 +133,7 @@ class Training:
             return
         own, text, held = (distillation.Set.even(lessons) for lessons in outputs.load(self.work))
         torch.manual_seed(self.order.seed)
-        model = Model.new(Shape(vocabulary=self.tokenizer.get_vocab_size(), **DRAFT))
+        model = Model.new(DRAFT(vocabulary=self.tokenizer.get_vocab_size()))
         loss, validate = distillation.losses(model, own, text, held, self.order.seed)
         plan = Plan(name="draft", steps=steps, rate=3e-3, patience=600, seed=self.order.seed)
         fit(plan, model.weights, loss, validate, self.work.path("draft.pt"), self.stop)
