@@ -124,8 +124,8 @@ class SharedToken(msgspec.Struct, frozen=True):
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """Draft tokens that other drafters named. A draft model may decode them before it names them, and draft after them.
-    So a fast one drafts for a slow one, and goes on where that one disagreed with it."""
+    """Draft tokens that other drafters named. A draft model may decode them before it names them, so a fast one drafts
+    for a slow one. It may draft after them, so it continues after tokens on which they disagreed."""
 
     request: int
     epoch: int

@@ -54,6 +54,8 @@ class DraftState:
     too long, below this root."""
     calibration: Calibration = field(default_factory=Calibration)
     """How often candidates turned out right, those included that did not become draft tokens."""
+    has_shared: bool = False
+    """Draft tokens of other drafters were taken in."""
     next_number: int = ROOT + 1
     n_drafted: int = 0
     """Draft tokens in this micro-batch so far."""
@@ -135,6 +137,7 @@ class DraftState:
                 parent = parent and parent.children.get(ancestor)
             if parent is not None and token not in parent.children and self.tree.n_nodes < _MOST_SHARED:
                 self.tree.add(parent, token, Proposal(_OTHER, one.number, one.probability), one.probability)
+                self.has_shared = True
                 self._weigh_shared(parent)
 
     def may_grow(self, node: Node) -> bool:
@@ -220,7 +223,7 @@ class DraftState:
     def _weigh_shared(self, parent: Node) -> None:
         """Other drafters' tokens after a node are less probable if the draft model itself prefers another one there: of
         two that each seem this probable, not both can be right."""
-        if parent.logits is None or not parent.logits.ids:
+        if not self.has_shared or parent.logits is None or not parent.logits.ids:
             return
         best, prob = candidates(parent.logits)[0]
         own = self.calibration.probability(prob)
