@@ -158,7 +158,8 @@ def test_exact_requests_take_turns_where_company_changes_bits(n_ranks: int, fold
     path, prompts = model("deepseek4", folder), [words(4, 40), words(5, 30)]
     with Reference(path, N_CTX, exact=True) as reference, loaded(path, n_ranks) as engine:
         texts = together(engine, prompts, 8, ITERATIVE)
-        assert texts == [tuple(reference.generate(prompt, SAMPLING, 8)) for prompt in prompts]
+        # in libllama alone, rows that are computed together have other bits (`native/exact.cpp`), here at a near-tie
+        assert texts == [tuple(reference.generate(prompt, SAMPLING, 8, n_rows=1)) for prompt in prompts]
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
