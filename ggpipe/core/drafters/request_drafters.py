@@ -40,6 +40,7 @@ class DrafterState:
         self.shared: dict[Node, int] = {}
         """Live draft tokens of others that it was sent, with their numbers."""
         self.n_shared = 0
+        """Draft tokens of others that it was sent so far."""
         self.accepted: dict[int, int] = {}
         """Its draft tokens that became text: number -> tokens accepted with it."""
 

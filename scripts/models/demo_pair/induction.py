@@ -55,7 +55,7 @@ def install(model: Model) -> None:
 
 
 class _Head:
-    """The first head of a layer: views of its weights, cleared."""
+    """The first head of a layer: views of its weights. Each method clears those that it sets."""
 
     def __init__(self, model: Model, layer: int) -> None:
         width = model.shape.head_width
