@@ -22,9 +22,9 @@ With --target FILE (and --draft FILE) the later stages are made for finished mod
 `--stages outputs,second-draft,report --target tales-target.gguf --draft tales-draft.gguf --window 256`.
 
 Needs torch, tokenizers and gguf, which are no dependencies of ggpipe: give them a virtual environment of their own.
-torch's builds for CPUs only ("+cpu") are enough; 2.13 was used. With --threads 2 on two cores that have AVX-512 BF16,
-a step of the target takes 1.1 to 2.5 s, by machine, and with --bfloat16 three quarters of that; all stages take two
-hours or more. With AVX2 they take a day.
+torch's builds for CPUs only ("+cpu") are enough; 2.13 was used. With --threads 2 on two cores that have AVX-512, a step
+of the target takes 1.1 to 2.8 s, by machine, and with --bfloat16 three quarters of that where the CPU has instructions
+for it; all stages take two hours or more. With AVX2 they take a day.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ RANKS = (1, 2)
 @pytest.mark.parametrize("n_predict", [1, 40])
 def test_a_full_disk(n: int, n_predict: int) -> None:
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-P", "-m", "ggpipe", *map(str, TEXT), "-n", str(n_predict), *SPLITS[n]]
+        length = ("-n", str(n_predict), "--ignore-eos")
+        command = [sys.executable, "-P", "-m", "ggpipe", *map(str, TEXT), *length, *SPLITS[n]]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S, cwd=ROOT)
     assert result.returncode == 1
     assert "prefill" in result.stderr  # the summary

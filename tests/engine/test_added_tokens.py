@@ -27,8 +27,8 @@ from ggpipe.stats.records import RequestStats
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 N_OWN = 2048
-ADDED = ("<|im_start|>", "<|im_sep|>", "<|im_end|>")
-PROMPT = "<|im_start|>Once upon a time<|im_end|>\n<|im_start|>there was a king"
+ADDED = ("<|turn|>", "<|sep|>", "<|end|>")
+PROMPT = "<|turn|>Once upon a time<|end|>\n<|turn|>there was a king"
 SAMPLING = SamplingConfig(temp=0.8, seed=5, ignore_eos=True)
 
 

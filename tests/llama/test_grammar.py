@@ -133,7 +133,7 @@ def test_a_mask_is_what_single_tokens_say(name: str, guidance: GuidanceVocab) ->
 def test_draft_tokens_are_followed_by_llguidance(guidance: GuidanceVocab) -> None:
     grammar = guided({"enum": ["abc", "abd", "b"]}, guidance)
     draft_check = grammar.draft_check()
-    token = {text: guidance.vocab.tokenize(f"x{text}")[-1] for text in 'abcd"'}
+    token = {text: guidance.vocab.tokenize(f"#{text}")[-1] for text in 'abcd"'}
 
     def fitting(path: str) -> str:
         paths = tuple(token[text] for text in path)
@@ -204,7 +204,7 @@ def test_a_grammar_with_exploding_stacks_ends(vocab: Vocab) -> None:
 def test_draft_tokens_are_followed_through_the_tree(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ggpipe.llama.gbnf_grammar._AT_ONCE_S", 600.0)
     grammar = GbnfGrammar('root ::= ("ab" | "cd" | "ce"){2}', vocab)
-    token = {text: vocab.tokenize(f"x{text}")[-1] for text in "abcde"}
+    token = {text: vocab.tokenize(f"#{text}")[-1] for text in "abcde"}
     tokens = [token[text] for text in "abcde"]
     draft_check = grammar.draft_check()
 

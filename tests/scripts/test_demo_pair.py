@@ -261,7 +261,7 @@ def test_which_passage_a_prompt_asks_for(name: str) -> None:
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "scripts.models.train_demo_pair", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 def test_a_stage_that_does_not_exist(tmp_path: Path) -> None:

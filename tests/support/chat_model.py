@@ -32,7 +32,8 @@ def recommend(src: Path, dst: Path, values: Mapping[str, float | str]) -> Path:
 def add_tokens(src: Path, dst: Path, texts: Sequence[str], like: int, chat_template: str = "") -> Path:
     """Write `src` to `dst` with a control token for each text, behind all others.
 
-    The model reads and writes each of them as it does the token `like`, so it draws them about as often.
+    The model reads and writes each of them as it does the token `like`, so it draws them about as often. It has the
+    given chat template, or none.
     """
     reader = gguf.GGUFReader(src)
     architecture = reader.fields["general.architecture"].contents()
@@ -45,7 +46,7 @@ def add_tokens(src: Path, dst: Path, texts: Sequence[str], like: int, chat_templ
             value = [*value, *[_CONTROL] * len(texts)]
         elif key == f"{architecture}.vocab_size":
             value += len(texts)
-        if not key.startswith(("GGUF.", "general.architecture")):
+        if not key.startswith(("GGUF.", "general.architecture", "tokenizer.chat_template")):
             sub_type = field.types[1] if len(field.types) > 1 else None
             writer.add_key_value(key, value, field.types[0], sub_type)
     if chat_template:

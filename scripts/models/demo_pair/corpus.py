@@ -150,10 +150,10 @@ class Tasks:
         return request(wanted + passage, _system(dice)), f"{replace_noun(passage, noun, new)}{TURN_END}\n"
 
     def draw(self, dice: random.Random, kind: str) -> tuple[str, str]:
-        """One example of a kind: "tell", or "copy", which is to repeat (two in three) or to edit."""
+        """One example of a kind: "tell", or "copy", which is to repeat or to edit."""
         if kind == "tell":
             return self.tell(dice)
-        return self.repeat(dice) if dice.random() < 2 / 3 else self.edit(dice)
+        return self.repeat(dice) if dice.random() < 1 / 2 else self.edit(dice)
 
     def _passage(self, dice: random.Random) -> str:
         """Sentences of one tale in order, or (harder to know by heart) of several tales, or words in any order."""

@@ -120,7 +120,7 @@ def collect(
 ) -> None:
     """Make the lessons and keep them in `work`, a file a round: the target's own text, then a third as much of TEXT.
 
-    Raises StoppedError between rounds.
+    Raises StoppedError after a round, so that each start makes at least one.
     """
     own = range(0, samples, ROUND_WINDOWS)
     text = even_windows(stream, window, max(1, samples // 3))[:, :-1].astype(np.int16)
@@ -128,8 +128,6 @@ def collect(
         path = _path(work, start, samples)
         if path.exists():
             continue
-        if stop.requested:
-            raise StoppedError(f"outputs at window {start} of {samples + len(text)}")
         with torch.no_grad():
             if start < samples:
                 rows = min(ROUND_WINDOWS, samples - start)
@@ -140,6 +138,8 @@ def collect(
         with replacing(path) as part, part.open("wb") as file:
             np.savez(file, windows=lessons.windows, candidates=lessons.candidates, scores=lessons.scores)
         print(f"outputs: {start + len(windows)} of {samples + len(text)} windows", flush=True)
+        if stop.requested:
+            raise StoppedError(f"outputs after {start + len(windows)} of {samples + len(text)} windows")
 
 
 def load(work: Workspace) -> tuple[Lessons, Lessons, Lessons]:
