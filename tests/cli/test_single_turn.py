@@ -34,9 +34,7 @@ def test_the_models_own_template(chat: Path, n: int) -> None:
     said = ("-st", "-sys", "Tell tales.", "-p", " Who was\\nthe king? ", "--chat-template-kwargs", '{"quick": true}')
     start = output if n == 1 else commands.output
     text = start("generate", "-m", chat, *SETTINGS, *said, *SPLITS[n])
-    written = (
-        "<|turn|>system: Tell tales.<|end|><|turn|>user: Who was\\nthe king?<|end|>quickly, <|turn|>"
-    )
+    written = "<|turn|>system: Tell tales.<|end|><|turn|>user: Who was\\nthe king?<|end|>quickly, <|turn|>"
     assert text == output("generate", "-m", chat, *SETTINGS, "-p", written)
     assert len(text) > 20
 
