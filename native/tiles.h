@@ -197,8 +197,9 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add_row_by_row(Sums<Format, R> & sums, R
 template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n,
                                                    float * const * to) {
     constexpr int kUnits = kChunk / Format::kUnit;
-    static thread_local std::vector<Line> lines;
-    lines.assign(n + kSpareRows, Line{});  // results of a spare row are dropped
+    static thread_local std::vector<Line> kept;
+    kept.assign(n + kSpareRows, Line{});  // results of a spare row are dropped
+    Line * const lines = kept.data();  // each use of a thread's own variable is a call
     using From = typename Format::From;
     constexpr int kPieces = kLanes / From::kGroup, kBytes = kChunk / Format::kBlock * Format::kBytes * From::kGroup;  // of a piece
     constexpr int kUnitBytes = kPieces * kBytes / kUnits;
@@ -223,7 +224,7 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
         if constexpr (Format::kRowByRow > 0) {
             if (n <= Format::kRowByRow) {
                 with_count<Format::kRowByRow>(n, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                    Sums<Format, count()> sums(a, chunk, row, lines.data());
+                    Sums<Format, count()> sums(a, chunk, row, lines);
                     add_row_by_row(sums, from, prefetch);
                 });
                 continue;
@@ -232,7 +233,7 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
         F minima[kUnits];
         if (n <= kMaxRows) {
             with_count<kMaxRows>(n, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                Sums<Format, count()> sums(a, chunk, row, lines.data());
+                Sums<Format, count()> sums(a, chunk, row, lines);
                 const F scale = unpack<Format>(from, [&](int u, const U * numbers, auto scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
                     sums.add(u, numbers, scale, minimum);
                     minima[u] = minimum;
@@ -252,7 +253,7 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
         });
         for (size_t i = 0; i < n; i += kMaxRows) {
             with_count<kMaxRows>(n - i, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                Sums<Format, count()> sums(a, chunk, row + i, lines.data() + i);
+                Sums<Format, count()> sums(a, chunk, row + i, lines + i);
                 for (int u = 0; u < kUnits; u++) sums.add(u, tile[u], scales[u], minima[u]);
                 sums.end(minima, scale);
             });
