@@ -32,7 +32,7 @@ int64_t end_of_block(const ggml_tensor * node, int64_t row) {
     int64_t end = row + 1;
     for (; end < std::min(node->src[0]->ne[1], row + most); end++) {
         const uint16_t * mask = mask_of(node, end), * before = mask_of(node, end - 1);
-        int64_t n_seen = 0, n_other = 0;
+        int32_t n_seen = 0, n_other = 0;  // no wider than a vector's lanes need to be
         for (int64_t c = 0; c < n_cells; c++) {
             n_seen += mask[c] != kHidden;
             n_other += mask[c] != before[c];
@@ -40,6 +40,31 @@ int64_t end_of_block(const ggml_tensor * node, int64_t row) {
         if (n_other > n_seen / 4 + kTile) break;
     }
     return end;
+}
+
+// Cells that any and that all rows of a block see, as 0 or 1 of each cell.
+void look(const ggml_tensor * node, int64_t row, int64_t end, uint8_t * __restrict by_some, uint8_t * __restrict by_all) {
+    const int64_t n_cells = node->src[3]->ne[0];
+    memset(by_some, 0, n_cells);
+    memset(by_all, 1, n_cells);
+    for (; row < end; row++) {
+        const uint16_t * mask = mask_of(node, row);
+        for (int64_t c = 0; c < n_cells; c++) {
+            const uint8_t is_seen = mask[c] != kHidden;
+            by_some[c] |= is_seen;
+            by_all[c] &= is_seen;
+        }
+    }
+}
+
+void list(const std::vector<uint8_t> & is_in, std::vector<int32_t> & cells) {
+    cells.resize(is_in.size());
+    int32_t * to = cells.data();
+    for (size_t c = 0; c < is_in.size(); c++) {
+        *to = c;
+        to += is_in[c];
+    }
+    cells.resize(to - cells.data());
 }
 
 }  // namespace
@@ -50,35 +75,27 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
     thread_local Scratch scratch;
     const int64_t n_rows = node->src[0]->ne[1], kv_heads = node->src[1]->ne[2], n_cells = node->src[3]->ne[0];
     const int64_t group = group_of(node);
+    by_some.resize(n_cells);
+    by_all.resize(n_cells);
     int64_t size = kMaxLanes, n_tasks = 0;  // lanes of a task
     while (size > 1 && n_rows * group * kv_heads < size * n_threads * (size > 8 ? 2 : 1)) size /= 2;
     for (int64_t row = 0, end = 0; row < n_rows; row = end) {
-        by_some.assign(n_cells, false);
-        by_all.assign(n_cells, true);
         end = end_of_block(node, row);
-        for (int64_t own = row; own < end; own++) {
-            const uint16_t * mask = mask_of(node, own);
-            for (int64_t c = 0; c < n_cells; c++) {
-                by_some[c] |= mask[c] != kHidden;
-                by_all[c] &= mask[c] != kHidden;
-            }
-        }
-        cells.clear();
-        for (int64_t c = 0; c < n_cells; c++) {
-            if (by_some[c]) cells.push_back(c);
-        }
         const int64_t n_lanes = (end - row) * group, n_chunks = (n_lanes + size - 1) / size;
         int64_t n_parts = kv_heads;  // of the KV heads; few, so that their cells, which are neighbors, are read together
         if (n_chunks == 1) {
             const int64_t fewest = (kv_heads * n_lanes + kMaxLanes - 1) / kMaxLanes;
             n_parts = std::min((fewest + n_threads - 1) / n_threads * n_threads, kv_heads);
         }
-        for (int64_t part = 0; part < n_parts; part++) {
+        const int64_t first = n_tasks, own = first + (n_threads - first % n_threads + thread) % n_threads;
+        n_tasks += n_parts * n_chunks;
+        if (own >= n_tasks) continue;  // other threads have this block
+        look(node, row, end, by_some.data(), by_all.data());
+        list(by_some, cells);
+        for (int64_t task = own; task < n_tasks; task += n_threads) {
+            const int64_t part = (task - first) / n_chunks, lane = (task - first) % n_chunks * size;
             const int64_t head = kv_heads * part / n_parts, n_heads = kv_heads * (part + 1) / n_parts - head;
-            for (int64_t lane = 0; lane < n_lanes; lane += size) {
-                if (n_tasks++ % n_threads != thread) continue;
-                kernel({node, cells, by_all, group, row, head, n_heads, lane, std::min(size, n_lanes - lane), scratch});
-            }
+            kernel({node, cells, by_all, group, row, head, n_heads, lane, std::min(size, n_lanes - lane), scratch});
         }
     }
 }

@@ -259,7 +259,8 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
             });
         }
     }
-    for (size_t i = 0; i < n; i++) memcpy(to[i] + first, &lines[i], n_rows * sizeof(float));
+    if (n_rows == kLanes) for (size_t i = 0; i < n; i++) memcpy(to[i] + first, &lines[i], sizeof(Line));
+    else for (size_t i = 0; i < n; i++) memcpy(to[i] + first, &lines[i], n_rows * sizeof(float));
 }
 
 }  // namespace ggpipe
