@@ -5,9 +5,9 @@ of `s` stages after `n / c + s - 1` runs. Short chunks fill the pipeline sooner;
 besides its rows, and the weights that it reads. `chunk_rows` weighs one against the other with a nominal machine, which
 is counted in the time that a stage takes for one more row of a long run:
 
-    a run of n rows takes   _RUN_ROWS + (n ** _OVERLAP + more ** _OVERLAP) ** (1 / _OVERLAP)
-    dense models: more =    0, for the weights that a run reads, whatever n is, are in _RUN_ROWS
-    mixtures: more =        _READ_ROWS * (sparsity * (1 - (1 - 1 / sparsity) ** n) - 1), for each row has its own experts
+    a run of n rows takes _RUN_ROWS + (n ** _OVERLAP + more ** _OVERLAP) ** (1 / _OVERLAP)
+    dense models: more =  0, for the weights that a run reads, whatever n is, are in _RUN_ROWS
+    mixtures: more =      _READ_ROWS * (sparsity * (1 - (1 - 1 / sparsity) ** n) - 1), for each row has its own experts
 
 It takes the chunk length whose makespan is shortest. That depends on the prompt's length, the number of stages and the
 model alone, and on nothing that is measured: the same settings give the same chunks in each run. The optimum is flat:
