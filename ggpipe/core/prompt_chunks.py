@@ -26,13 +26,13 @@ _RUN_ROWS = 2.0
 """What a run costs besides its rows: messages, waking up, operators that wait for all threads, the weights that it
 reads in any case. On two cores of an AMD EPYC, one thread a stage, a run of n rows of a dense model of 0.4 B parameters
 took as long as 3 to 6 + n rows of a run of 256."""
-_READ_ROWS = 5.0
-"""Rows that a node computes in the time in which it reads their weights: 3.4 for 16 cores of 60 GFLOP/s each and
-85 GB/s, about as many in desktop processors, 7 or more with AVX-512."""
+_READ_ROWS = 2.0
+"""Rows that a node computes in the time in which it reads their weights, and does not compute meanwhile: between nodes
+that do both at the same time, for which shorter chunks are best, and the measured core of `_OVERLAP`, with 8."""
 _OVERLAP = 1.5
-"""How much reading weights and computing overlap: not at all at 1, entirely at infinity. With this, runs of 8 to 512
-rows of a mixture that uses 2 of 16 experts take within 6 % of the formula on a core that computes 8 rows in the time in
-which it reads their weights; those of 32 rows take 2.2 times as long as if both overlapped entirely."""
+"""How much reading weights and computing overlap: not at all at 1, entirely at infinity. On a core that computes 8 rows
+while it reads their weights, runs of 8 to 512 rows of a mixture that uses 2 of 16 experts took within 6 % of the
+formula; those of 32 rows took 2.2 times as long as if both overlapped entirely."""
 
 
 @functools.lru_cache(1024)

@@ -66,7 +66,7 @@ def test_dense_models(n_tokens: int, n_stages: int, expected: int) -> None:
     assert chunk_rows(n_tokens, n_stages, 512) == expected
 
 
-@pytest.mark.parametrize(("n_tokens", "n_stages", "expected"), [(128, 2, 64), (480, 8, 64), (2000, 8, 128)])
+@pytest.mark.parametrize(("n_tokens", "n_stages", "expected"), [(128, 2, 32), (480, 8, 32), (2000, 8, 64)])
 def test_mixtures_get_runs_that_share_their_experts(n_tokens: int, n_stages: int, expected: int) -> None:
     """As of 128 experts of which a token uses 8."""
     assert chunk_rows(n_tokens, n_stages, 512, 10.9) == expected
