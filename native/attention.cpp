@@ -32,7 +32,7 @@ int64_t end_of_block(const ggml_tensor * node, int64_t row) {
     int64_t end = row + 1;
     for (; end < std::min(node->src[0]->ne[1], row + most); end++) {
         const uint16_t * mask = mask_of(node, end), * before = mask_of(node, end - 1);
-        int32_t n_seen = 0, n_other = 0;  // no wider than a vector's lanes need to be
+        int32_t n_seen = 0, n_other = 0;  // 64 bits halve the lanes of a vector
         for (int64_t c = 0; c < n_cells; c++) {
             n_seen += mask[c] != kHidden;
             n_other += mask[c] != before[c];
@@ -42,8 +42,8 @@ int64_t end_of_block(const ggml_tensor * node, int64_t row) {
     return end;
 }
 
-// Cells that any and that all rows of a block see, as 0 or 1 of each cell.
-void look(const ggml_tensor * node, int64_t row, int64_t end, uint8_t * __restrict by_some, uint8_t * __restrict by_all) {
+// For each cell, 0 or 1: whether any row of a block sees it, and whether all do.
+void read_mask(const ggml_tensor * node, int64_t row, int64_t end, uint8_t * __restrict by_some, uint8_t * __restrict by_all) {
     const int64_t n_cells = node->src[3]->ne[0];
     memset(by_some, 0, n_cells);
     memset(by_all, 1, n_cells);
@@ -57,6 +57,7 @@ void look(const ggml_tensor * node, int64_t row, int64_t end, uint8_t * __restri
     }
 }
 
+// The numbers of the cells whose flag is 1.
 void list(const std::vector<uint8_t> & is_in, std::vector<int32_t> & cells) {
     cells.resize(is_in.size());
     int32_t * to = cells.data();
@@ -90,7 +91,7 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
         const int64_t first = n_tasks, own = first + (n_threads - first % n_threads + thread) % n_threads;
         n_tasks += n_parts * n_chunks;
         if (own >= n_tasks) continue;  // other threads have this block
-        look(node, row, end, by_some.data(), by_all.data());
+        read_mask(node, row, end, by_some.data(), by_all.data());
         list(by_some, cells);
         for (int64_t task = own; task < n_tasks; task += n_threads) {
             const int64_t part = (task - first) / n_chunks, lane = (task - first) % n_chunks * size;

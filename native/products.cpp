@@ -174,13 +174,12 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     const int64_t n_tiles = (weights->ne[1] + kernel.n_lanes - 1) / kernel.n_lanes, n_items = n_tiles * n_uses;
     const int64_t step = std::max<int64_t>(1, n_items / (8 * n_threads));
     static thread_local QuantizedMemory memory;  // for the rows of an expert, which lie apart
-    const Use * const all = uses.data();
     size_t gathered_for = n_uses;
     Activations in_a_row;
     for (int64_t from; (from = product.taken.fetch_add(step, std::memory_order_relaxed)) < n_items;) {
         for (int64_t item = from; item < std::min(from + step, n_items); item++) {
             const size_t i = item / n_tiles;
-            const Use & use = all[i];
+            const Use & use = uses[i];
             const int32_t row = use.rows[0];
             const bool is_gathered = use.rows.back() != row + (int32_t) use.rows.size() - 1;
             if (is_gathered && gathered_for != i) {
@@ -189,7 +188,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
             }
             const auto matrix_of = [&](int32_t i) { return (const uint8_t *) weights->data + i * weights->nb[2]; };
             const Weights matrix{matrix_of(use.matrix), weights->ne[1], weights->nb[1],
-                                 i + 1 < n_uses ? matrix_of(all[i + 1].matrix) : (const uint8_t *) next->data};
+                                 i + 1 < n_uses ? matrix_of(uses[i + 1].matrix) : (const uint8_t *) next->data};
             kernel.multiply(matrix, item % n_tiles * kernel.n_lanes, is_gathered ? in_a_row : activations, is_gathered ? 0 : row,
                             use.rows.size(), use.to.data());
         }

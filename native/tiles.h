@@ -199,7 +199,7 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
     constexpr int kUnits = kChunk / Format::kUnit;
     static thread_local std::vector<Line> kept;
     kept.assign(n + kSpareRows, Line{});  // results of a spare row are dropped
-    Line * const lines = kept.data();  // each use of a thread's own variable is a call
+    Line * const lines = kept.data();  // each access to a thread_local variable is a call
     using From = typename Format::From;
     constexpr int kPieces = kLanes / From::kGroup, kBytes = kChunk / Format::kBlock * Format::kBytes * From::kGroup;  // of a piece
     constexpr int kUnitBytes = kPieces * kBytes / kUnits;
@@ -259,8 +259,10 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
             });
         }
     }
-    if (n_rows == kLanes) for (size_t i = 0; i < n; i++) memcpy(to[i] + first, &lines[i], sizeof(Line));
-    else for (size_t i = 0; i < n; i++) memcpy(to[i] + first, &lines[i], n_rows * sizeof(float));
+    for (size_t i = 0; i < n; i++) {
+        if (n_rows == kLanes) memcpy(to[i] + first, &lines[i], sizeof(Line));  // a store, not a call
+        else memcpy(to[i] + first, &lines[i], n_rows * sizeof(float));
+    }
 }
 
 }  // namespace ggpipe

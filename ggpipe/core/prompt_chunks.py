@@ -5,9 +5,10 @@ of `s` stages after `n / c + s - 1` runs. Short chunks fill the pipeline sooner;
 besides its rows, and the weights that it reads. `chunk_rows` weighs one against the other with a nominal machine, which
 is counted in the time that a stage takes for one more row of a long run:
 
-    a run of n rows takes _RUN_ROWS + (n ** _OVERLAP + more ** _OVERLAP) ** (1 / _OVERLAP)
-    dense models: more =  0, for the weights that a run reads, whatever n is, are in _RUN_ROWS
-    mixtures: more =      _READ_ROWS * (sparsity * (1 - (1 - 1 / sparsity) ** n) - 1), for each row has its own experts
+    a run of n rows takes         _RUN_ROWS + (n ** _OVERLAP + read ** _OVERLAP) ** (1 / _OVERLAP)
+    read, of a dense model:       0, as _RUN_ROWS holds the weights that every run reads
+    read, of a mixture:           _READ_ROWS * (sparsity * (1 - (1 - 1 / sparsity) ** n) - 1), as each row has experts
+                                  of its own
 
 It takes the chunk length whose makespan is shortest. That depends on the prompt's length, the number of stages and the
 model alone, and on nothing that is measured: the same settings give the same chunks in each run. The optimum is flat:
@@ -27,8 +28,8 @@ _RUN_ROWS = 2.0
 reads in any case. On two cores of an AMD EPYC, one thread a stage, a run of n rows of a dense model of 0.4 B parameters
 took as long as 3 to 6 + n rows of a run of 256."""
 _READ_ROWS = 2.0
-"""Rows that a node computes in the time in which it reads their weights, and does not compute meanwhile: between nodes
-that do both at the same time, for which shorter chunks are best, and the measured core of `_OVERLAP`, with 8."""
+"""Rows that a node computes in the time in which it reads their weights. A compromise: with the 8 of the core that
+`_OVERLAP` was measured on, chunks are too long for nodes that read while they compute."""
 _OVERLAP = 1.5
 """How much reading weights and computing overlap: not at all at 1, entirely at infinity. On a core that computes 8 rows
 while it reads their weights, runs of 8 to 512 rows of a mixture that uses 2 of 16 experts took within 6 % of the
@@ -70,6 +71,6 @@ def _makespan(n_tokens: int, n_stages: int, length: int, sparsity: float) -> flo
 
 
 def _run(n_rows: int, sparsity: float) -> float:
-    more = _READ_ROWS * max(sparsity * (1 - (1 - 1 / sparsity) ** n_rows) - 1, 0.0)
-    both: float = (n_rows**_OVERLAP + more**_OVERLAP) ** (1 / _OVERLAP)
+    read = _READ_ROWS * max(sparsity * (1 - (1 - 1 / sparsity) ** n_rows) - 1, 0.0)
+    both: float = (n_rows**_OVERLAP + read**_OVERLAP) ** (1 / _OVERLAP)
     return _RUN_ROWS + both

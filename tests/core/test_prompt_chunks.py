@@ -88,3 +88,21 @@ def test_other_machines_lose_little(n_tokens: int, n_stages: int, fixed: float, 
 
     best = min(makespan(n_rows) for n_rows in (*range(TILE, 257, TILE), 512))
     assert makespan(chunk_rows(n_tokens, n_stages, 512)) <= most * best
+
+
+@pytest.mark.parametrize(("n_tokens", "n_stages"), [(450, 2), (719, 2), (480, 4), (2000, 4), (2000, 8)])
+@pytest.mark.parametrize(("read", "overlap", "most"), [(8.0, 1.5, 1.4), (3.4, 1.5, 1.15), (3.4, 16.0, 1.25)])
+def test_other_machines_lose_little_with_mixtures(
+    n_tokens: int, n_stages: int, read: float, overlap: float, most: float
+) -> None:
+    """2 of 16 experts; the first machine is a core that was measured, the last one reads while it computes."""
+
+    def makespan(n_rows: int) -> float:
+        times = []
+        for length in lengths_of(n_tokens, n_rows):
+            weights = read * 8 * (1 - (7 / 8) ** length)
+            times.append((length**overlap + weights**overlap) ** (1 / overlap))
+        return sum(times) + (n_stages - 1) * max(times)
+
+    best = min(makespan(n_rows) for n_rows in (*range(TILE, 257, TILE), 512))
+    assert makespan(chunk_rows(n_tokens, n_stages, 512, 8.0)) <= most * best

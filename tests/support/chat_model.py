@@ -30,7 +30,7 @@ def recommend(src: Path, dst: Path, values: Mapping[str, float | str]) -> Path:
 
 
 def add_tokens(src: Path, dst: Path, texts: Sequence[str], like: int, chat_template: str = "") -> Path:
-    """Write `src` to `dst` with a control token for each text, behind all others.
+    """Write `src` to `dst` with a control token for each text, after all others.
 
     The model reads and writes each of them as it does the token `like`, so it draws them about as often. It has the
     given chat template, or none.
