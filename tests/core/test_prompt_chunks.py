@@ -98,7 +98,7 @@ def test_other_machines_lose_little_with_mixtures(
     """2 of 16 experts; the first machine is a core that was measured, the last one reads while it computes."""
 
     def makespan(n_rows: int) -> float:
-        times = []
+        times = list[float]()
         for length in lengths_of(n_tokens, n_rows):
             weights = read * 8 * (1 - (7 / 8) ** length)
             times.append((length**overlap + weights**overlap) ** (1 / overlap))
