@@ -10,7 +10,7 @@
 
 namespace ggpipe {
 
-// The quantized types that there are kernels for, by their names in ggml. A test may define a shorter list.
+// The quantized types that there are kernels for, by their names in ggml, but for those with grids. A test may define a shorter list.
 #ifndef GGPIPE_FOR_FORMATS
 #define GGPIPE_FOR_FORMATS(DO) \
     DO(Q8_0) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(IQ4_NL) DO(MXFP4) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(IQ4_XS)
@@ -47,6 +47,7 @@ struct Kernel {
 const Kernel * avx512_vnni_kernel(ggml_type type);
 const Kernel * avx_vnni_kernel(ggml_type type, bool is_repacked);
 const Kernel * avx2_kernel(ggml_type type, bool is_repacked);
+const Kernel * avx2_grid_kernel(ggml_type type);
 const Kernel * avx512_bf16_kernel(ggml_type type);
 const Kernel * avx512_float_kernel(ggml_type type);
 const Kernel * avx2_float_kernel(ggml_type type);

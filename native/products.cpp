@@ -30,6 +30,7 @@ const Kernel * kernel_for(ggml_type type, bool is_repacked, const CpuFeatures & 
     if (const Kernel * kernel = fitting(cpu.avx512_vnni, avx512_vnni_kernel(type))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx_vnni, avx_vnni_kernel(type, is_repacked))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx2, avx2_kernel(type, is_repacked))) return kernel;
+    if (const Kernel * kernel = fitting(cpu.avx2, avx2_grid_kernel(type))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx512_bf16, avx512_bf16_kernel(type))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx512, avx512_float_kernel(type))) return kernel;
     return fitting(cpu.avx2, avx2_float_kernel(type));

@@ -14,14 +14,14 @@ constexpr int8_t kFloat4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, 
 // as the source has them (quads, or lanes), and what else follows.
 //
 // kSigned: numbers have 8 bits with a sign. Products of two columns fit into 16 bits, sums of those do not.
-// Otherwise they have no sign, kOffset was added to them, and kHighest is the highest. In quads, products of a unit fit into 16
-// bits.
+// Otherwise they have no sign, kOffset was added to them, and kHighest is the highest.
 // kSuper: scales are integers, pairs of units of them in `Block`. Otherwise a scale and a minimum are given to `emit`.
+// kSignsApart: quads are sizes of numbers, without an offset, and their signs are given to `emit`.
 
 template <class Source, bool kIsSigned> struct Small {
     using From = Source;
     static constexpr int kUnit = 32, kBlock = 32, kStep = 32, kOffset = 0, kHighest = 128;
-    static constexpr bool kSigned = kIsSigned, kSuper = false, kHasMinima = false;
+    static constexpr bool kSigned = kIsSigned, kSuper = false, kHasMinima = false, kSignsApart = false;
 };
 #define GGPIPE_UNITS(N) _Pragma("GCC unroll 1") for (int u = 0; u < N; u++)
 #define GGPIPE_UNPACK template <class Source, class Emit> GGPIPE_AVX2 GGPIPE_INLINE static void unpack
@@ -40,22 +40,24 @@ GGPIPE_AVX2 GGPIPE_INLINE inline void look_up(const int8_t * table, int offset, 
     const V values = _mm256_add_epi8(in_both(load_16(table)), all_bytes(offset));
     for (int i = 0; i < 8; i++) numbers[i] = _mm256_shuffle_epi8(values, numbers[i]);
 }
+// Of each row's four bytes in `words`, the one that belongs to the `i`-th of eight vectors, as often as that has columns of the row.
+template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline V byte_of_each(V words, int i) {
+    const int64_t ones = 0x0101010101010101, first = i % 2 * 8 + i / 2;
+    const int at = i / 2 * 0x01010101, next = 0x04040404;
+    const V from = From::kInLanes ? _mm256_setr_epi32(at, at + next, at + 2 * next, at + 3 * next, at, at + next, at + 2 * next, at + 3 * next)
+                                  : _mm256_setr_epi64x(first * ones, (first + 4) * ones, first * ones, (first + 4) * ones);
+    return _mm256_shuffle_epi8(words, from);
+}
+// All bits of the columns of the `i`-th of eight vectors whose bit is 1: of each row's four bytes, in the order of its columns.
+template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline V has_bit(V words, int i) {
+    const V each = !From::kInLanes ? _mm256_set1_epi64x(0x8040201008040201) : _mm256_set1_epi32(i % 2 ? 0x80402010 : 0x08040201);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(byte_of_each<From>(words, i), each), each);
+}
 // Fifth bits at `at`, nibbles after them.
 template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline void fives(const From & rows, int at, V numbers[8]) {
     nibbles(rows, at + 4, numbers);
     const V bits = rows.word(at);
-    for (int i = 0; i < 8; i++) {
-        V from, each;  // byte of each row, and bit
-        if (From::kInLanes) {
-            from = _mm256_add_epi8(in_both(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0)), all_bytes(i / 2));
-            each = _mm256_set1_epi32(i % 2 ? 0x80402010 : 0x08040201);
-        } else {
-            from = _mm256_add_epi8(in_both(_mm_set_epi64x(0x0404040404040404, 0)), all_bytes(i % 2 * 8 + i / 2));
-            each = _mm256_set1_epi64x(0x8040201008040201);
-        }
-        const V has = _mm256_and_si256(_mm256_shuffle_epi8(bits, from), each);
-        numbers[i] = _mm256_or_si256(numbers[i], _mm256_and_si256(_mm256_cmpeq_epi8(has, each), all_bytes(16)));
-    }
+    for (int i = 0; i < 8; i++) numbers[i] = _mm256_or_si256(numbers[i], _mm256_and_si256(has_bit<From>(bits, i), all_bytes(16)));
 }
 
 struct Q8_0 : Small<Rows, true> {
@@ -170,7 +172,7 @@ struct Block {
 template <class Source, int kUnitColumns> struct Super {
     using From = Source;
     static constexpr int kUnit = kUnitColumns, kBlock = 256, kStep = 256, kOffset = 0;
-    static constexpr bool kSigned = false, kSuper = true, kHasMinima = false;
+    static constexpr bool kSigned = false, kSuper = true, kHasMinima = false, kSignsApart = false;
 };
 
 struct Q4_K : Super<Eights, 32> {
@@ -290,22 +292,26 @@ struct Q3_K : Super<Rows, 16> {
         }
     }
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        V high[8];
-        for (int i = 0; i < 2; i++) rows.quads(16 * i, high + 4 * i);
-        rows += 32;
-        GGPIPE_UNITS(2) {
-            V both[8], numbers[8];
-            for (int i = 0; i < 2; i++) rows.quads(16 * i, both + 4 * i);
-            for (int part = 0; part < 4; part++) {
-                for (int i = 0; i < 8; i++) {
-                    const V third = _mm256_and_si256(_mm256_slli_epi16(high[i], 2), all_bytes(4));
-                    numbers[i] = _mm256_or_si256(two_bits(both[i]), third);
-                    both[i] = _mm256_srli_epi16(both[i], 2);
-                    high[i] = _mm256_srli_epi16(high[i], 1);
+        Source lower = rows;
+        lower += 32;
+        GGPIPE_UNROLLED(half, 2) {  // 16 of each 32 columns: what is shifted stays in registers
+            V high[4];
+            rows.quads(16 * half, high);
+            Source from = lower;
+            GGPIPE_UNITS(2) {
+                V both[4], numbers[4];
+                from.quads(16 * half, both);
+                GGPIPE_UNROLLED(part, 4) {
+                    for (int i = 0; i < 4; i++) {
+                        const V third = _mm256_and_si256(_mm256_slli_epi16(high[i], 2), all_bytes(4));
+                        numbers[i] = _mm256_or_si256(two_bits(both[i]), third);
+                        both[i] = _mm256_srli_epi16(both[i], 2);
+                        high[i] = _mm256_srli_epi16(high[i], 1);
+                    }
+                    emit(8 * u + 2 * part + half, numbers);
                 }
-                for (int half = 0; half < 2; half++) emit(8 * u + 2 * part + half, numbers + 4 * half);
+                from += 32;
             }
-            rows += 32;
         }
     }
 };
@@ -315,14 +321,16 @@ template <class Source> struct TwoBits : Super<Source, 16> {
     template <class Quads, class Emit> GGPIPE_AVX2 GGPIPE_INLINE static void unpack_at(int at, Quads rows, const Emit & emit) {
         rows += at;
         GGPIPE_UNITS(2) {
-            V both[8], numbers[8];
-            for (int i = 0; i < 2; i++) rows.quads(16 * Source::kGroup * i, both + 4 * i);
-            for (int part = 0; part < 4; part++) {
-                for (int i = 0; i < 8; i++) {
-                    numbers[i] = two_bits(both[i]);
-                    both[i] = _mm256_srli_epi16(both[i], 2);
+            GGPIPE_UNROLLED(half, 2) {
+                V both[4], numbers[4];
+                rows.quads(16 * Source::kGroup * half, both);
+                GGPIPE_UNROLLED(part, 4) {
+                    for (int i = 0; i < 4; i++) {
+                        numbers[i] = two_bits(both[i]);
+                        both[i] = _mm256_srli_epi16(both[i], 2);
+                    }
+                    emit(8 * u + 2 * part + half, numbers);
                 }
-                for (int half = 0; half < 2; half++) emit(8 * u + 2 * part + half, numbers + 4 * half);
             }
             rows += 32 * Source::kGroup;
         }

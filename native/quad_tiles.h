@@ -39,9 +39,9 @@ template <class Format> GGPIPE_AVX2 GGPIPE_INLINE inline V with_sums(const Numbe
     return total;
 }
 // With kSuper: those of a chunk, times the scales of units.
-template <class Format>
+template <class Format, bool kHasOffset = Format::kOffset != 0>
 GGPIPE_AVX2 GGPIPE_INLINE inline F with_block(F sum, V products, const Numbers<Format> & x, const Block & block) {
-    if constexpr (Format::kOffset != 0) {
+    if constexpr (kHasOffset) {
         const V offset = _mm256_mullo_epi32(with_sums(x, block.scales), _mm256_set1_epi32(Format::kOffset));
         products = _mm256_sub_epi32(products, offset);
     }
@@ -56,6 +56,11 @@ GGPIPE_AVX2 GGPIPE_INLINE inline F with_block(F sum, V products, const Numbers<F
 // Sums that are multiplied by integer scales must fit into 16 bits: how many products with four columns do.
 template <class Format> constexpr int dots_at_once(int n) {
     while (Format::kSuper && n * 4 * 127 * Format::kHighest > INT16_MAX) n /= 2;
+    return n;
+}
+// How many products with two columns do.
+template <class Format> constexpr int twos_at_once(int n, int highest = Format::kHighest) {
+    while (!Format::kSigned && n * 2 * 127 * highest > INT16_MAX) n /= 2;
     return n;
 }
 template <class Format> constexpr bool kByFours = kDots && dots_at_once<Format>(2) == 2;  // else, by twos there are fewer instructions
@@ -73,17 +78,23 @@ template <class Format, int R> struct QuadSums {
             sums[r] = results[r];
         }
     }
-    static constexpr int kEights = Format::kUnit / 8, kAtOnce = kByFours<Format> ? dots_at_once<Format>(kEights) : kEights;
+    static constexpr int kEights = Format::kUnit / 8;
+    static constexpr int kHighest = Format::kSignsApart ? Format::kOffset : Format::kHighest;
+    static constexpr int kAtOnce = kByFours<Format> ? dots_at_once<Format>(kEights) : twos_at_once<Format>(kEights, kHighest);
     // Products with a unit, or a part of it: pairs of 16-bit numbers, or if kSigned or kByFours, 32-bit numbers.
-    GGPIPE_AVX2 GGPIPE_INLINE void multiply(int u, int part, const V * quads, V * to_a, V * to_b) const {
+    GGPIPE_AVX2 GGPIPE_INLINE void multiply(int u, int part, const V * quads, const V * signs, V * to_a, V * to_b) const {
         GGPIPE_UNROLLED(i, kAtOnce) {
             GGPIPE_UNROLLED(r, R) {
                 const int at = part * kAtOnce + i;
                 int64_t eight;
                 memcpy(&eight, x[r]->numbers + u * Format::kUnit + 8 * at, sizeof eight);
-                const V in_quarters = _mm256_set1_epi64x(eight);
-                add(quads[2 * at], in_quarters, i == 0, to_a[r]);
-                add(quads[2 * at + 1], in_quarters, i == 0, to_b[r]);
+                V for_a = _mm256_set1_epi64x(eight), for_b = for_a;
+                if constexpr (Format::kSignsApart) {
+                    for_a = _mm256_sign_epi8(for_a, signs[2 * at]);
+                    for_b = _mm256_sign_epi8(for_b, signs[2 * at + 1]);
+                }
+                add(quads[2 * at], for_a, i == 0, to_a[r]);
+                add(quads[2 * at + 1], for_b, i == 0, to_b[r]);
             }
         }
     }
@@ -98,7 +109,7 @@ template <class Format, int R> struct QuadSums {
     }
     GGPIPE_AVX2 GGPIPE_INLINE void add(int u, const V * quads, F scale, F minimum) {
         V to_a[R], to_b[R];
-        multiply(u, 0, quads, to_a, to_b);
+        multiply(u, 0, quads, nullptr, to_a, to_b);
         GGPIPE_UNROLLED(r, R) {
             if constexpr (!Format::kSigned && !kByFours<Format>) {
                 to_a[r] = _mm256_madd_epi16(to_a[r], _mm256_set1_epi16(1));
@@ -107,10 +118,10 @@ template <class Format, int R> struct QuadSums {
             sums[r] = with_unit(sums[r], in_lanes(to_a[r], to_b[r]), *x[r], u, scale, minimum);
         }
     }
-    template <int kSecond> GGPIPE_AVX2 GGPIPE_INLINE void add(int u, const V * quads, V pair) {
+    template <int kSecond> GGPIPE_AVX2 GGPIPE_INLINE void add(int u, const V * quads, const V * signs, V pair) {
         GGPIPE_UNROLLED(part, kEights / kAtOnce) {
             V to_a[R], to_b[R], scale_a, scale_b;
-            multiply(u, part, quads, to_a, to_b);
+            multiply(u, part, quads, signs, to_a, to_b);
             in_quads<kSecond, kByFours<Format>>(pair, scale_a, scale_b);
             GGPIPE_UNROLLED(r, R) {
                 a[r] = with_pairs(a[r], to_a[r], scale_a);
@@ -120,7 +131,10 @@ template <class Format, int R> struct QuadSums {
     }
     GGPIPE_AVX2 GGPIPE_INLINE void end(const Block & block, F * results) {
         GGPIPE_UNROLLED(r, R) {
-            if constexpr (Format::kSuper) sums[r] = with_block(sums[r], in_lanes(a[r], b[r]), *x[r], block);
+            if constexpr (Format::kSuper) {
+                constexpr bool kHasOffset = Format::kOffset != 0 && !Format::kSignsApart;
+                sums[r] = with_block<Format, kHasOffset>(sums[r], in_lanes(a[r], b[r]), *x[r], block);
+            }
             results[r] = sums[r];
         }
     }
@@ -133,9 +147,9 @@ GGPIPE_AVX2 GGPIPE_INLINE inline void multiply_quads(const typename Format::From
     Block block;
     if constexpr (Format::kSuper) {
         Format::read(from, block);
-        Format::unpack(from, [&](int u, const V * quads) GGPIPE_AVX2 GGPIPE_INLINE {
-            if (u % 2) sums.template add<1>(u, quads, block.scales[u / 2]);
-            else sums.template add<0>(u, quads, block.scales[u / 2]);
+        Format::unpack(from, [&](int u, const V * quads, const V * signs = nullptr) GGPIPE_AVX2 GGPIPE_INLINE {
+            if (u % 2) sums.template add<1>(u, quads, signs, block.scales[u / 2]);
+            else sums.template add<0>(u, quads, signs, block.scales[u / 2]);
             prefetch(u);
         });
     } else {
@@ -182,20 +196,12 @@ template <class Format> struct Tile {
     }
 
     // How many products with four columns fit where they are added up: in 16 bits, unless kSigned, or kByFours without kSuper.
-    static constexpr int fours_at_once() {
-        if (kByFours<Format>) return dots_at_once<Format>(kFours);
-        int n = kFours;
-        while (!Format::kSigned && n * 2 * 127 * Format::kHighest > INT16_MAX) n /= 2;
-        return n;
-    }
+    static constexpr int fours_at_once() { return kByFours<Format> ? dots_at_once<Format>(kFours) : twos_at_once<Format>(kFours); }
     GGPIPE_AVX2 GGPIPE_INLINE static V four_columns(const Numbers<Format> & x, int u, int four) {  // in all lanes
         int32_t columns;
         memcpy(&columns, x.numbers + u * Format::kUnit + 4 * four, sizeof columns);
         return _mm256_set1_epi32(columns);
     }
-    // Up to this many rows of activations, quads are faster. Each unit of quads needs its scales in their order, too, which costs
-    // more than it brings where units are small, unless their products hardly fit into 16 bits.
-    static constexpr size_t kFew = Format::kSuper && Format::kUnit == 16 && fours_at_once() == kFours ? 1 : 4;
     // The results of R rows of activations.
     template <int R> GGPIPE_AVX2 GGPIPE_INLINE void multiply(const Activations & all, int64_t chunk, int64_t row, F (*results)[2]) const {
         constexpr int kAtOnce = fours_at_once();
@@ -353,7 +359,7 @@ GGPIPE_AVX2 void multiply_many(const Weights & weights, int64_t first, const Act
 
 template <class Format>
 GGPIPE_AVX2 void multiply(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n, float * const * to) {
-    if (n > Tile<Format>::kFew) return multiply_many<Format>(weights, first, a, row, n, to);
+    if (n > 4) return multiply_many<Format>(weights, first, a, row, n, to);  // up to 4, quads are as fast or faster
     for (int64_t eight = first; eight < std::min<int64_t>(first + kTileRows, weights.n_rows); eight += kLanes) {
         switch (n) {
             case 1: multiply_few<Format, 1>(weights, eight, a, row, to); break;

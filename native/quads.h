@@ -101,6 +101,12 @@ class Rows {
         lower_ += bytes;
         upper_ += bytes;
     }
+    GGPIPE_AVX2 GGPIPE_INLINE const uint8_t * row(int i) const { return (i < 4 ? lower_ : upper_) + i % 4 * stride_; }
+    template <class T> GGPIPE_AVX2 GGPIPE_INLINE T read(int i, int at) const {
+        T value;
+        memcpy(&value, row(i) + at, sizeof value);
+        return value;
+    }
     // 16 bytes of each row: A and B of the first 8, and of the others.
     GGPIPE_AVX2 GGPIPE_INLINE void quads(int at, V * to) const {
         for (int i = 0; i < 2; i++) {
@@ -131,12 +137,6 @@ class Rows {
     GGPIPE_AVX2 GGPIPE_INLINE static F in_order(F lanes) { return lanes; }
 
    private:
-    GGPIPE_AVX2 GGPIPE_INLINE const uint8_t * row(int i) const { return (i < 4 ? lower_ : upper_) + i % 4 * stride_; }
-    template <class T> GGPIPE_AVX2 GGPIPE_INLINE T read(int i, int at) const {
-        T value;
-        memcpy(&value, row(i) + at, sizeof value);
-        return value;
-    }
     GGPIPE_AVX2 GGPIPE_INLINE V both(int i, int at) const {  // 16 bytes of this row and the fourth after it
         return _mm256_inserti128_si256(_mm256_castsi128_si256(load_16(row(i) + at)), load_16(row(i + 4) + at), 1);
     }

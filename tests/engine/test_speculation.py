@@ -27,7 +27,9 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
+from ggpipe.core.batching.payoff import Payoff
 from ggpipe.core.request import Finish
+from ggpipe.engine import loading
 from ggpipe.engine.session import Session
 from ggpipe.llama.libllama import lib
 from ggpipe.llama.stage import Stage
@@ -262,7 +264,10 @@ def spied_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stage]]:
 
 
 def test_nothing_is_left_in_any_cache(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
-    """After a long asynchronous run with branches all ids are empty, and a prompt that fills all cells fits."""
+    """After a long asynchronous run with branches all ids are empty, and a prompt that fills all cells fits. The draft
+    model drafts ahead throughout, whether or not that pays here and now."""
+    monkeypatch.setattr(Payoff, "is_paused", lambda *_: False)
+    monkeypatch.setattr(loading, "crowding", lambda *_: 0.0)
     n_tokens = 4000 if full else 600
     config = replace(config_of(TARGET, DRAFT, 1, exact=False, n_seq=4, n_ctx=n_tokens + 256), cache_prompt=False)
     with spied_stages(monkeypatch) as stages, local_session(config, 3) as session:

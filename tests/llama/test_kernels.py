@@ -15,6 +15,8 @@ from ggpipe.llama.libllama import native
 REPACKED = (Type.Q4_0, Type.Q4_K, Type.IQ4_NL, Type.MXFP4)
 """Types that ggml repacks on any CPU with AVX2."""
 PLAIN = (Type.Q8_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q3_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS)
+GRIDS = (Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.IQ1_S, Type.IQ1_M)
+"""Types whose numbers come from tables."""
 OF_EACH_KIND = (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q3_K, Type.Q2_K)
 """Blocks of 32 and of 256 numbers, plain and repacked, and sums of pairs."""
 AVX2 = ["avx2"]
@@ -54,6 +56,13 @@ def test_q2_k(features: list[str], plain: str, repacked: str) -> None:
     assert native.kernel_names(Type.Q2_K, True, features)[0] == repacked
 
 
+@pytest.mark.parametrize("features", [AVX2, AVX_VNNI, AVX512, AVX512_VNNI, ALL])
+def test_grids(features: list[str]) -> None:
+    for kind in GRIDS:
+        assert native.kernel_names(kind, False, features)[0] == "AVX2"
+        assert native.kernel_names(kind, True, features)[0] == ""
+
+
 def test_floats() -> None:
     for features in (AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, ALL):
         expected = "AVX-512" if "avx512" in features else "AVX2"
@@ -64,7 +73,7 @@ def test_floats() -> None:
 
 
 def test_types_without_kernels() -> None:
-    assert native.kernel_names(Type.IQ2_XS, False, ALL)[0] == ""
+    assert native.kernel_names(Type.TQ1_0, False, ALL)[0] == ""
     with pytest.raises(RuntimeError, match="unknown CPU feature: mmx"):
         native.kernel_names(Type.Q8_0, False, ["mmx"])
 

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(
 Type = GGMLQuantizationType
 BY_32 = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.IQ4_NL, Type.MXFP4)
 """Types whose blocks have 32 columns; others have 256."""
-BY_256 = (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS)
+GRIDS = (Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.IQ1_S, Type.IQ1_M)
+"""Types whose numbers come from tables."""
+BY_256 = (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, *GRIDS)
 FLOATS = (Type.F32, Type.F16, Type.BF16)
 """Types without blocks: any number of columns."""
 ROUNDING = 2e-6
@@ -37,7 +39,9 @@ def _random_weights(kind: Type, shape: tuple[int, int], rng: np.random.Generator
     halves = {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82), "IQ4_XS": (0,)}.get(
         kind.name, (0, 2) if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
     )
-    if kind is Type.MXFP4:
+    if kind is Type.IQ1_M:
+        _set_quarters(data, rng.uniform(-1, 1, data.shape[:2]).astype(np.float16).view(np.uint16))
+    elif kind is Type.MXFP4:
         data[:, :, 0] = rng.integers(0, 130, data.shape[:2])
         data[0, 0, 0], data[-1, -1, 0] = 0, 1  # not normal numbers
     else:
@@ -45,6 +49,12 @@ def _random_weights(kind: Type, shape: tuple[int, int], rng: np.random.Generator
             scale = rng.uniform(-1, 1, data.shape[:2]).astype(np.float16)
             data[:, :, at : at + 2] = scale[:, :, None].view(np.uint8)
     return data.reshape(rows, -1)
+
+
+def _set_quarters(data: NDArray[np.uint8], scales: NDArray[np.uint16]) -> None:
+    """Scales of blocks of IQ1_M: four bits of each in the upper half of every other byte."""
+    for i in range(4):
+        data[:, :, 49 + 2 * i] = data[:, :, 49 + 2 * i] & 15 | (scales >> 4 * i & 15) << 4
 
 
 def _rounded(kind: Type, activations: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -122,7 +132,10 @@ def test_highest_numbers(kind: Type) -> None:
         blocks = case.weights.reshape(16, -1, GGML_QUANT_SIZES[kind][1])
         scales = blocks[:, :, at : at + scale_bytes].copy()
         blocks[:] = byte
-        blocks[:, :, at : at + scale_bytes] = scales
+        if kind is Type.IQ1_M:
+            _set_quarters(blocks, np.full((16, blocks.shape[1]), 0x3C00, np.uint16))
+        else:
+            blocks[:, :, at : at + scale_bytes] = scales
         expected = case.expected()
         sums = np.abs(dequantize(case.weights, kind)).sum()  # results of weights that cancel out are rounded as others
         for n in (1, 4):  # which are added up in different places
@@ -176,6 +189,14 @@ def test_matrices_of_heads(kind: Type) -> None:
     )  # fmt: skip
     expected = np.concatenate([case.computed()[4 * i : 4 * i + 4] for i, case in enumerate(cases)])
     np.testing.assert_array_equal(np.array(found, np.float32).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("kind", GRIDS, ids=lambda kind: kind.name)
+def test_every_entry_of_a_grid(kind: Type) -> None:
+    """All indices occur, and numbers are ggml's: activations with a single 1 pick each column."""
+    case = Case.make(kind, (512, 256), n_tokens=1)
+    case.activations = np.eye(256, dtype=np.float32)
+    np.testing.assert_allclose(case.computed(), dequantize(case.weights, kind).T, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0, *FLOATS], ids=lambda kind: kind.name)

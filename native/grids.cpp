@@ -1,0 +1,50 @@
+#include "grids.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace ggpipe {
+
+namespace {
+constexpr int kColumns = 256;
+
+// Where the first index of a block is: its lower 8 bits, and those above. The index may be longer than it is wide there: what
+// follows are bits of other indices and signs, all 0.
+struct Place {
+    ggml_type type;
+    int n, lower, upper;
+    float factor, added;  // by which the numbers of a block with a scale of 1 become those of the grid
+};
+
+template <class Entry> std::vector<Entry> grid(const Place & place) {
+    const ggml_to_float_t unpack = ggml_get_type_traits(place.type)->to_float;
+    std::vector<Entry> entries(place.n);
+    std::vector<uint8_t> block(ggml_type_size(place.type));
+    float numbers[kColumns];
+    const ggml_fp16_t one = ggml_fp32_to_fp16(1);
+    memcpy(block.data(), &one, sizeof one);
+    for (int i = 0; i < place.n; i++) {
+        block[place.lower] = i & 255;
+        block[place.upper] = i >> 8;
+        unpack(block.data(), numbers, kColumns);
+        uint8_t bytes[sizeof(Entry)];
+        for (size_t j = 0; j < sizeof bytes; j++) bytes[j] = std::lround(numbers[j] * place.factor + place.added);
+        memcpy(&entries[i], bytes, sizeof bytes);
+    }
+    return entries;
+}
+}  // namespace
+
+#define GGPIPE_GRID(TYPE, NAME, ENTRY, ...)                                                                 \
+    template <> const ENTRY * NAME<GGML_TYPE_##TYPE>() {                                                      \
+        static const std::vector<ENTRY> entries = grid<ENTRY>({GGML_TYPE_##TYPE, __VA_ARGS__});               \
+        return entries.data();                                                                                \
+    }
+GGPIPE_GRID(IQ2_XXS, eights_of_grid, uint64_t, 256, 2, 3, 8, 0)
+GGPIPE_GRID(IQ2_XS, eights_of_grid, uint64_t, 512, 2, 3, 8, 0)
+GGPIPE_GRID(IQ2_S, eights_of_grid, uint64_t, 1024, 2, 66, 8, 0)
+GGPIPE_GRID(IQ1_S, eights_of_grid, uint64_t, 2048, 2, 34, 8, 8)
+GGPIPE_GRID(IQ3_XXS, fours_of_grid, uint32_t, 256, 2, 3, 2, 0)
+GGPIPE_GRID(IQ3_S, fours_of_grid, uint32_t, 512, 2, 66, 1, 0)
+
+}  // namespace ggpipe
