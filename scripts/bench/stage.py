@@ -45,6 +45,7 @@ from ggpipe.stats.records import RequestStats
 from ggpipe.transport.local import LocalWorld
 from scripts.bench.attention import bench_attention
 from scripts.bench.measuring import greedy, middle, pin_rank, run_ranks
+from scripts.models.importance import UniformImportance
 from scripts.models.make_pair import Shape, make_pair
 
 N_PROMPT, N_DECODE, N_CTX = 128, 24, 1024
@@ -161,7 +162,10 @@ def bench_single(path: Path, pairs: int) -> None:
 # rows
 
 N_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 128)
-FILE_TYPES = ("Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "Q2_K", "F16", "BF16")
+FILE_TYPES = (
+    "Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "Q2_K", "Q3_K_M", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS",
+    "IQ2_XXS", "IQ1_M", "IQ1_S", "F16", "BF16",
+)  # fmt: skip
 
 
 def converted(path: Path, file_type: str, folder: Path) -> Path:
@@ -169,6 +173,9 @@ def converted(path: Path, file_type: str, folder: Path) -> Path:
     params = lib.llama_model_quantize_default_params()
     params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{file_type}")
     params.allow_requantize = params.pure = True
+    if file_type.startswith("IQ"):
+        importance = UniformImportance(path)
+        params.imatrix = importance.entries
     target = folder / f"{file_type}.gguf"
     if lib.llama_model_quantize(str(path).encode(), str(target).encode(), params):
         raise SystemExit(f"libllama cannot write {path} as {file_type}")

@@ -21,7 +21,7 @@ from ggpipe.llama import machine
 RUNS = (16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17)
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K",
-    "IQ4_NL", "IQ4_XS", "IQ3_S", "MXFP4_MOE",
+    "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ2_XS", "IQ1_M", "MXFP4_MOE",
 )  # fmt: skip
 # Rows of 256 weights, as K-quants need them. A router has float weights in all MoE models.
 EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 256}

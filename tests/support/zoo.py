@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.llama.libllama import start
+from scripts.models.importance import UniformImportance
 
 N_CTX_TRAIN = 2048
 N_VOCAB_TEST = 128
@@ -171,6 +172,9 @@ def quantize(src: Path, dst: Path, ftype_name: str) -> Path:
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{ftype_name.upper()}")
     params.nthread = 1
     params.allow_requantize = True
+    if ftype_name.startswith(("IQ1", "IQ2")):
+        importance = UniformImportance(src)
+        params.imatrix = importance.entries
     if llama_cpp.llama_model_quantize(os.fsencode(src), os.fsencode(dst), ctypes.byref(params)):
         raise RuntimeError(f"libllama cannot write {src} as {ftype_name}")
     return dst
