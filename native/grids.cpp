@@ -8,12 +8,12 @@ namespace ggpipe {
 namespace {
 constexpr int kColumns = 256;
 
-// Where the first index of a block is: its lower 8 bits, and those above. The index may be longer than it is wide there: what
-// follows are bits of other indices and signs, all 0.
+// Where a block has its first index. All other bits are 0, but for the block's scale, which is 1 and comes first.
 struct Place {
     ggml_type type;
-    int n, lower, upper;
-    float factor, added;  // by which the numbers of a block with a scale of 1 become those of the grid
+    int n;                // of indices
+    int lower, upper;     // bytes with an index's lower 8 bits, and with those above
+    float factor, added;  // what makes the grid's numbers of ggml's
 };
 
 template <class Entry> std::vector<Entry> grid(const Place & place) {

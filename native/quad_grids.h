@@ -33,7 +33,9 @@ GGPIPE_AVX2 GGPIPE_INLINE inline V eight_signs(V sevens) {
 // The signs of 32 columns, seven bits after seven bits, as bytes.
 GGPIPE_AVX2 GGPIPE_INLINE inline V packed_signs(V words) {
     V sevens = _mm256_and_si256(words, _mm256_set1_epi32(127));
-    for (int i = 1; i < 4; i++) sevens = _mm256_or_si256(sevens, _mm256_and_si256(_mm256_slli_epi32(words, i), _mm256_set1_epi32(127 << 8 * i)));
+    for (int i = 1; i < 4; i++) {
+        sevens = _mm256_or_si256(sevens, _mm256_and_si256(_mm256_slli_epi32(words, i), _mm256_set1_epi32(127 << 8 * i)));
+    }
     return eight_signs(sevens);
 }
 // Each lane's `n` bits from `at` on, and as many after them, as pairs of scales: 2 * number + 1.
@@ -50,11 +52,11 @@ GGPIPE_AVX2 GGPIPE_INLINE inline V twice_four_bits(V lanes, int at) {
 }
 GGPIPE_AVX2 GGPIPE_INLINE inline F times(F scale, float factor) { return _mm256_mul_ps(scale, _mm256_set1_ps(factor)); }
 
-// Indices of more than 8 bits of eight rows, put together: scalars would take longer.
+// Indices of more than 8 bits whose parts lie apart, put together in vectors.
 struct Indices {
     uint16_t of_row[kLanes][64];
 
-    // `n` of each row: the lower 8 bits are at `lower`; those above, `kUpper` bits of each index after another, at `upper`.
+    // `n` of each row: the lower 8 bits are at `lower`; those above, `kUpper` of each index in their order, at `upper`.
     template <int n, int kUpper> GGPIPE_AVX2 GGPIPE_INLINE void read(const Rows & rows, int lower, int upper) {
         constexpr int kInByte = 8 / kUpper;
         const __m128i first = kUpper == 1 ? _mm_set_epi64x(0x0101010101010101, 0) : _mm_setr_epi32(0, 0x01010101, 0x02020202, 0x03030303);
@@ -73,7 +75,7 @@ struct Indices {
     }
 };
 
-// A format tells the signs of each row's 32 columns, a byte for 8 of them, and the numbers of 8 columns.
+// A format tells the signs of 32 columns of each row, a byte for 8 of them, and looks up the numbers of 8 columns.
 template <class Format, int kUnitColumns> struct OfGrid : Super<Rows, kUnitColumns> {
     static constexpr bool kHasWideIndices = false;
     GGPIPE_UNPACK(const Source & rows, const Emit & emit) {
@@ -114,8 +116,10 @@ template <class Format, int kHighestSize> struct SignsApart : OfGrid<Format, 16>
 template <class Format> struct TwoBitGrid : SignsApart<Format, 43> {
     static const uint64_t * grid() { return eights_of_grid<Format::kGrid>(); }
     template <class Source>
-    GGPIPE_AVX2 GGPIPE_INLINE static void eight(const Source & rows, const uint64_t * grid, const Indices & indices, int u, int eight, V bits, V numbers[2], V signs[2]) {
-        look_up_eights<Source>([&](int row) GGPIPE_AVX2 GGPIPE_INLINE { return grid[Format::index(rows, indices, row, u, eight)]; }, numbers);
+    GGPIPE_AVX2 GGPIPE_INLINE static void eight(const Source & rows, const uint64_t * grid, const Indices & indices, int u, int eight,
+                                                V bits, V numbers[2], V signs[2]) {
+        const auto entry = [&](int row) GGPIPE_AVX2 GGPIPE_INLINE { return grid[Format::index(rows, indices, row, u, eight)]; };
+        look_up_eights<Source>(entry, numbers);
         Format::template add_signs<Source>(bits, eight, numbers, signs);
     }
 };
@@ -187,8 +191,10 @@ struct IQ2_S : TwoBitGrid<IQ2_S> {
 template <class Format, int kHighestSize> struct ThreeBitGrid : SignsApart<Format, kHighestSize> {
     static const uint32_t * grid() { return fours_of_grid<Format::kGrid>(); }
     template <class Source>
-    GGPIPE_AVX2 GGPIPE_INLINE static void eight(const Source & rows, const uint32_t * grid, const Indices & indices, int u, int eight, V bits, V numbers[2], V signs[2]) {
-        look_up_fours<Source>([&](int row, int i) GGPIPE_AVX2 GGPIPE_INLINE { return grid[Format::index(rows, indices, row, u, 2 * eight + i)]; }, numbers);
+    GGPIPE_AVX2 GGPIPE_INLINE static void eight(const Source & rows, const uint32_t * grid, const Indices & indices, int u, int eight,
+                                                V bits, V numbers[2], V signs[2]) {
+        const auto entry = [&](int row, int i) GGPIPE_AVX2 GGPIPE_INLINE { return grid[Format::index(rows, indices, row, u, 2 * eight + i)]; };
+        look_up_fours<Source>(entry, numbers);
         Format::template add_signs<Source>(bits, eight, numbers, signs);
     }
 };
@@ -228,13 +234,15 @@ struct IQ3_S : ThreeBitGrid<IQ3_S, 15> {
     }
 };
 
-// A byte of signs is -1 or 0; an eighth of the scale is added to 8 columns, or taken from them. Entries hold the offset.
+// Eight times the numbers of the grid, and 1 more or, where a byte of signs is -1, 1 less. Entries have the offset already.
 template <class Format, int kUnitColumns> struct OneBitGrid : OfGrid<Format, kUnitColumns> {
     static constexpr int kOffset = 9, kHighest = 18;
     static const uint64_t * grid() { return eights_of_grid<GGML_TYPE_IQ1_S>(); }
     template <class Source>
-    GGPIPE_AVX2 GGPIPE_INLINE static void eight(const Source & rows, const uint64_t * grid, const Indices & indices, int u, int eight, V bits, V numbers[2], V *) {
-        look_up_eights<Source>([&](int row) GGPIPE_AVX2 GGPIPE_INLINE { return grid[Format::index(rows, indices, row, u, eight)]; }, numbers);
+    GGPIPE_AVX2 GGPIPE_INLINE static void eight(const Source & rows, const uint64_t * grid, const Indices & indices, int u, int eight,
+                                                V bits, V numbers[2], V *) {
+        const auto entry = [&](int row) GGPIPE_AVX2 GGPIPE_INLINE { return grid[Format::index(rows, indices, row, u, eight)]; };
+        look_up_eights<Source>(entry, numbers);
         for (int i = 0; i < 2; i++) {
             const V eighth = _mm256_or_si256(byte_of_each<Source>(bits, 2 * eight + i), all_bytes(1));
             numbers[i] = _mm256_add_epi8(numbers[i], eighth);
