@@ -76,11 +76,13 @@ template <bool kByFours> GGPIPE_AVX2 GGPIPE_INLINE inline V one_of_pairs(V pairs
 }
 // Of pairs of 16-bit numbers in lanes: the first (0) or second (1) one as A or B has it, four times; with kByFours, and 0, twice.
 template <int kSecond, bool kByFours> GGPIPE_AVX2 GGPIPE_INLINE inline void in_quads(V pairs, V & a, V & b) {
-    const __m128i once = kByFours ? _mm_setr_epi8(0, 1, kZero, kZero, 0, 1, kZero, kZero, 4, 5, kZero, kZero, 4, 5, kZero, kZero)
-                                  : _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 4, 5, 4, 5, 4, 5, 4, 5);
-    const V to_a = in_both(_mm_add_epi8(once, _mm_set1_epi8(2 * kSecond)));
-    a = _mm256_shuffle_epi8(pairs, to_a);
-    b = _mm256_shuffle_epi8(pairs, _mm256_add_epi8(to_a, all_bytes(8)));
+    constexpr uint64_t kOnes = 0x0101010101010101, kFirst = (kByFours ? 0x8080010080800100 : 0x0100010001000100) + 2 * kSecond * kOnes;
+    const auto from = [&](int at) GGPIPE_AVX2 GGPIPE_INLINE {  // whose constants need no instructions
+        const uint64_t first = kFirst + at * kOnes, second = first + 4 * kOnes;
+        return _mm256_shuffle_epi8(pairs, _mm256_setr_epi64x(first, second, first, second));
+    };
+    a = from(0);
+    b = from(8);
 }
 // Bytes 0 and 1, or 2 and 3, of each lane as two numbers.
 GGPIPE_AVX2 GGPIPE_INLINE inline V pair_of_bytes(V lanes, int which) {
