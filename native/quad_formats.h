@@ -40,13 +40,13 @@ GGPIPE_AVX2 GGPIPE_INLINE inline void look_up(const int8_t * table, int offset, 
     const V values = _mm256_add_epi8(in_both(load_16(table)), all_bytes(offset));
     for (int i = 0; i < 8; i++) numbers[i] = _mm256_shuffle_epi8(values, numbers[i]);
 }
-// Of each row's four bytes in `words`, the one that belongs to the `i`-th of eight vectors, as often as that has columns of the row.
+// Of each row's four bytes in `words`, the one of the `i`-th of eight vectors, once for each column of the row.
 template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline V byte_of_each(V words, int i) {
     const int64_t ones = 0x0101010101010101, first = i % 2 * 8 + i / 2;
     const int at = i / 2 * 0x01010101, next = 0x04040404;
-    const V from = From::kInLanes ? _mm256_setr_epi32(at, at + next, at + 2 * next, at + 3 * next, at, at + next, at + 2 * next, at + 3 * next)
-                                  : _mm256_setr_epi64x(first * ones, (first + 4) * ones, first * ones, (first + 4) * ones);
-    return _mm256_shuffle_epi8(words, from);
+    const V quarters = _mm256_setr_epi64x(first * ones, (first + 4) * ones, first * ones, (first + 4) * ones);
+    const V lanes = _mm256_setr_epi32(at, at + next, at + 2 * next, at + 3 * next, at, at + next, at + 2 * next, at + 3 * next);
+    return _mm256_shuffle_epi8(words, From::kInLanes ? lanes : quarters);
 }
 // All bits of the columns of the `i`-th of eight vectors whose bit is 1: of each row's four bytes, in the order of its columns.
 template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline V has_bit(V words, int i) {

@@ -29,10 +29,10 @@ from unittest.mock import patch
 from support.architectures import ARCHITECTURES, WITH_EXPERTS_TOO, write
 from support.devices import divides
 from support.group_check import Difference, compare
-from support.zoo import quantize
 
 from ggpipe.llama import group
 from ggpipe.llama.gguf import ModelFile
+from scripts.models.quantize import quantize
 
 TYPES = ("f32", "q4_0", "q4_k_m", "q8_0")
 PARTS = (2, 3, 4)

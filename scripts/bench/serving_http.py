@@ -51,6 +51,7 @@ from ggpipe.options.table import OPTIONS
 from scripts.bench.http_streams import Streams, stream
 from scripts.bench.measuring import greedy, middle
 from scripts.bench.serving import N_CTX, N_SHORT, libllama, prompts
+from scripts.models.quantize import quantize
 
 SPLITS = {"stages": "0.5,0.5", "group": "1.0*2"}
 SERVERS = ("api", *SPLITS, "llama", "rpc")
@@ -203,8 +204,6 @@ def all_servers(args: argparse.Namespace) -> Iterator[dict[str, Measure]]:
     found: dict[str, Measure] = {}
     with contextlib.ExitStack() as stack:
         if args.file_type:
-            from support.zoo import quantize  # of the tests, which `scripts/bench/serving` finds
-
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ggpipe-bench-")))
             path = quantize(path, folder / f"{args.file_type}.gguf", args.file_type)
         log = stack.enter_context(args.log.open("wb"))

@@ -45,8 +45,8 @@ from ggpipe.stats.records import RequestStats
 from ggpipe.transport.local import LocalWorld
 from scripts.bench.attention import bench_attention
 from scripts.bench.measuring import greedy, middle, pin_rank, run_ranks
-from scripts.models.importance import UniformImportance
 from scripts.models.make_pair import Shape, make_pair
+from scripts.models.quantize import quantize
 
 N_PROMPT, N_DECODE, N_CTX = 128, 24, 1024
 SCRIPT = (sys.executable, "-m", "scripts.bench.stage")  # from the project's folder, as scripts/bench/stage runs it
@@ -168,20 +168,6 @@ FILE_TYPES = (
 )  # fmt: skip
 
 
-def converted(path: Path, file_type: str, folder: Path) -> Path:
-    """`path` with all its matrices in one type, in `folder`."""
-    params = lib.llama_model_quantize_default_params()
-    params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{file_type}")
-    params.allow_requantize = params.pure = True
-    if file_type.startswith("IQ"):
-        importance = UniformImportance(path)
-        params.imatrix = importance.entries
-    target = folder / f"{file_type}.gguf"
-    if lib.llama_model_quantize(str(path).encode(), str(target).encode(), params):
-        raise SystemExit(f"libllama cannot write {path} as {file_type}")
-    return target
-
-
 def bench_rows(path: Path, rounds: int) -> None:
     """Whole runs of one rank with one thread, milliseconds: the fastest of some."""
     start()  # which silences libllama
@@ -189,7 +175,7 @@ def bench_rows(path: Path, rounds: int) -> None:
     print("  rows    " + "".join(f"{n:>15}" for n in N_ROWS))
     for file_type in FILE_TYPES:
         with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
-            model = converted(path, file_type, Path(folder))
+            model = quantize(path, Path(folder) / f"{file_type}.gguf", file_type, pure=True, n_threads=0)
             file = ModelFile.open(model)
             stages = [
                 Stage(file, (0, file.n_layer), ModelConfig(path=model), context, (1, 1))

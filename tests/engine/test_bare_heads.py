@@ -13,7 +13,7 @@ from support import dflash, head_sessions
 from support.commands import TARGET
 from support.eagle3 import PlainHead, reduced
 from support.tale import N_TOKENS
-from support.zoo import make, quantize, split, without
+from support.zoo import make, split, without
 
 from ggpipe.config.model import LoadMode
 from ggpipe.engine import handshake
@@ -24,6 +24,7 @@ from ggpipe.llama.draft_heads import open_draft
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.transport.loading_messages import Hello
+from scripts.models.quantize import quantize
 
 pytestmark = pytest.mark.usefixtures("eager_drafts")
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from support.pipeline import Pipeline, even_cuts
 from support.reference import Logits, run_of
-from support.zoo import ZOO, ZooModel, make, quantize
+from support.zoo import ZOO, ZooModel, make
 
 from ggpipe.config.context import ContextConfig, FlashAttention, KvType
 from ggpipe.config.model import ModelConfig
 from ggpipe.llama import machine
+from scripts.models.quantize import quantize
 
 RUNS = (16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17)
 TYPES = (

@@ -9,7 +9,6 @@ import pytest
 from support.architectures import ARCHITECTURES, write
 from support.commands import ROOT
 from support.group_check import compare
-from support.zoo import quantize
 
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import (
@@ -21,6 +20,7 @@ from ggpipe.llama.group import (
     splits_hybrid,
     splits_latent,
 )
+from scripts.models.quantize import quantize
 
 CONVENTIONAL = ("apertus", "gemma4", "qwen35", "qwen3moe", "mimo2", "step35", "jais")
 LISTS = (SPLIT_ATTENTION, SPLIT_LATENT, SPLIT_HYBRID, SPLIT_FFN)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from support.architectures import N_FF, N_HEAD, write
-from support.zoo import quantize
 
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import divided_weights, most_parts
 from ggpipe.llama.group_cuts import Cut, cuts
+from scripts.models.quantize import quantize
 
 
 @pytest.fixture(scope="module")

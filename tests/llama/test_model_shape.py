@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.commands import TARGET
 from support.reference import Reference, run_of
-from support.zoo import ZOO, make, pair_script, quantize, split
+from support.zoo import ZOO, make, pair_script, split
 
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config.context import MAX_PREFIXES, ContextConfig, KvType
@@ -22,6 +22,7 @@ from ggpipe.llama.libllama import lib
 from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import Stage
+from scripts.models.quantize import quantize
 
 MB = 2**20
 _PARTIAL_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: states without KV cells

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.pipeline import Pipeline, even_cuts, random_cuts
 from support.reference import Fields, Logits, Reference, overrides, run_of
-from support.zoo import ZOO, make, quantize, split
+from support.zoo import ZOO, make, split
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import LoadMode, ModelConfig
@@ -17,6 +17,7 @@ from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, R
 from ggpipe.errors import ModelError, RunError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
+from scripts.models.quantize import quantize
 
 WHOLE = ("mamba", "mamba2", "rwkv6", "rwkv7", "hrm_text")  # models that cannot be cut
 LAYERS = {name: model.n_layer for name, model in ZOO.items() if name not in WHOLE}

@@ -12,9 +12,10 @@ import llama_cpp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.zoo import ZOO, make, pair_script, quantize, split
+from support.zoo import ZOO, make, pair_script, split
 
 from ggpipe.llama.libllama import start
+from scripts.models.quantize import quantize
 
 TOKENS = (5, 17, 3, 90, 44, 8, 121, 60)
 

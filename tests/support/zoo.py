@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.llama.libllama import start
-from scripts.models.importance import UniformImportance
+from scripts.models.quantize import quantize
 
 N_CTX_TRAIN = 2048
 N_VOCAB_TEST = 128
@@ -160,24 +160,6 @@ def make(
     ready.replace(path)  # whole or not at all: several ranks may make the same model at once
     built.unlink()
     return path
-
-
-def quantize(src: Path, dst: Path, ftype_name: str) -> Path:
-    """Write `src` to `dst` as a llama.cpp file type: F16, Q8_0, Q4_0, Q4_K_M, ...
-
-    In a K-quant, libllama gives matrices whose rows are no multiple of 256 a type with smaller blocks.
-    """
-    start()
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{ftype_name.upper()}")
-    params.nthread = 1
-    params.allow_requantize = True
-    if ftype_name.startswith(("IQ1", "IQ2")):
-        importance = UniformImportance(src)
-        params.imatrix = importance.entries
-    if llama_cpp.llama_model_quantize(os.fsencode(src), os.fsencode(dst), ctypes.byref(params)):
-        raise RuntimeError(f"libllama cannot write {src} as {ftype_name}")
-    return dst
 
 
 def without(src: Path, dst: Path, drop: str) -> Path:
