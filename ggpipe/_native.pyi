@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 def ggml_version() -> str:
     """The loaded ggml's version."""
 
-def top(logits: int, n_vocab: int, k: int, banned: Sequence[int], sums: bool = True) -> tuple[list[int], list[float], float]:
+def top(logits: int, n_vocab: int, k: int, banned: Sequence[int], sums: bool = True, temperature: float = 0) -> tuple[list[int], list[float], float, list[float]]:
     """
-    The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and with sums
-    the row's log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.
+    The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; with sums the
+    row's log-sum-exp (not a number for k = 1); and with a temperature above 0 the share of the probability that ids
+    smaller than each have, at this temperature, as the log-sum-exp. Banned tokens count as minus infinity.
     """
 
 def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: Sequence[float], n_matrices: int = 0, experts: Sequence[int] = (), n_threads: int = 1, repack: bool = True, fast: bool = True) -> list[float]:

@@ -30,11 +30,13 @@ NB_MODULE(_native, m) {
     const auto released = nb::call_guard<nb::gil_scoped_release>();
     m.doc() = "ggml devices that hold a part of a model, the wire between them, and rows of logits. Needs llama_cpp first.";
     m.def("ggml_version", [] { return std::string(ggml_version()); }, "The loaded ggml's version.");
-    m.def("top", [](uintptr_t logits, size_t n_vocab, size_t k, std::vector<int32_t> banned, bool sums) {
-        return top((const float *) logits, n_vocab, k, std::move(banned), sums);
-    }, "logits"_a, "n_vocab"_a, "k"_a, "banned"_a, "sums"_a = true, released,
-       "The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and with sums\n"
-       "the row's log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.");
+    m.def("top", [](uintptr_t logits, size_t n_vocab, size_t k, std::vector<int32_t> banned, bool sums,
+                    double temperature) {
+        return top((const float *) logits, n_vocab, k, std::move(banned), sums, temperature);
+    }, "logits"_a, "n_vocab"_a, "k"_a, "banned"_a, "sums"_a = true, "temperature"_a = 0, released,
+       "The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; with sums the\n"
+       "row's log-sum-exp (not a number for k = 1); and with a temperature above 0 the share of the probability that ids\n"
+       "smaller than each have, at this temperature, as the log-sum-exp. Banned tokens count as minus infinity.");
 
     m.def("multiply", [](int type, std::pair<int64_t, int64_t> shape, const Bytes & weights, std::vector<float> activations,
                          int64_t n_matrices, std::vector<int32_t> experts, int n_threads, bool repack, bool fast) {

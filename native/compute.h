@@ -59,8 +59,10 @@ bool repacking_breaks(ggml_type type, bool fast);
 
 // What the last rank takes from a row of logits, so that it need not ship the row: ids and logits of the k largest, largest
 // first, equal ones by id, and the log-sum-exp, which takes most of the time. It is not a number without `sums` and for
-// k = 1. Banned tokens count as minus infinity. O(n) for small k.
-using TopRow = std::tuple<std::vector<int32_t>, std::vector<float>, double>;
-TopRow top(const float * logits, size_t n_vocab, size_t k, std::vector<int32_t> banned, bool sums);
+// k = 1. Banned tokens count as minus infinity. temperature: above 0, the log-sum-exp is that of the logits divided by it, and the
+// last vector has for each id the share of the probability that smaller ids have. O(n) for small k.
+using TopRow = std::tuple<std::vector<int32_t>, std::vector<float>, double, std::vector<double>>;
+TopRow top(
+    const float * logits, size_t n_vocab, size_t k, std::vector<int32_t> banned, bool sums, double temperature = 0);
 
 }  // namespace ggpipe

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <numeric>
 #include <utility>
 
 #include "compute.h"
@@ -18,7 +19,8 @@ bool any_above(const float * block, float least) {
 }
 }  // namespace
 
-TopRow top(const float * logits, size_t n_vocab, size_t k, std::vector<int32_t> banned, bool sums) {
+TopRow top(
+        const float * logits, size_t n_vocab, size_t k, std::vector<int32_t> banned, bool sums, double temperature) {
     using Entry = std::pair<float, int32_t>;  // logit, minus id: the greater one is the better one
     std::sort(banned.begin(), banned.end());
     std::vector<Entry> best;  // the best k so far, and some that came since they were sorted out
@@ -44,21 +46,33 @@ TopRow top(const float * logits, size_t n_vocab, size_t k, std::vector<int32_t> 
     if (best.size() > k) std::nth_element(best.begin(), best.begin() + k - 1, best.end(), better_first);
     best.resize(std::min(best.size(), k));
     std::sort(best.begin(), best.end(), better_first);
-    TopRow row{{}, {}, NAN};
-    auto & [ids, best_logits, log_sum_exp] = row;
+    TopRow row{{}, {}, NAN, {}};
+    auto & [ids, best_logits, log_sum_exp, below] = row;
     for (auto & [logit, minus_id] : best) {
         best_logits.push_back(logit);
         ids.push_back(-minus_id);
     }
     if (!sums || k <= 1 || best.empty()) return row;
     const float max = best[0].first;
+    const float scale = temperature > 0 ? float(1 / temperature) : 1.0f;
+    std::vector<size_t> order;  // of the best ones, by id
+    if (temperature > 0) {
+        order.resize(ids.size());
+        std::iota(order.begin(), order.end(), size_t(0));
+        std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return ids[a] < ids[b]; });
+        below.resize(ids.size());
+    }
     double sum = 0;
     auto next = banned.begin();
+    auto reached = order.begin();
     for (size_t i = 0; i < n_vocab; i++) {
         while (next != banned.end() && *next < int32_t(i)) ++next;
-        if (next == banned.end() || *next != int32_t(i)) sum += std::exp(logits[i] - max);
+        if (next != banned.end() && *next == int32_t(i)) continue;
+        if (reached != order.end() && ids[*reached] == int32_t(i)) below[*reached++] = sum;
+        sum += std::exp((logits[i] - max) * scale);
     }
-    log_sum_exp = double(max) + std::log(sum);
+    log_sum_exp = double(max) * scale + std::log(sum);
+    for (double & share : below) share /= sum;
     return row;
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from ggpipe.config.engine import Saves
@@ -77,6 +79,32 @@ class Vocabularies(msgspec.Struct, frozen=True):
         return tuple(range(self.n_target, self.n_draft))
 
 
+class Drawing(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request's tokens are drawn: each with one random number, from what these samplers leave."""
+
+    seed: int
+    samplers: tuple[tuple[str, float], ...]
+    """llama.cpp's `top_k`, `top_p`, `min_p` and `temperature` in their order, with their settings. Others may be there
+    too, of which a drafter knows nothing."""
+    n_drawn: int = 0
+    """Random numbers that are taken before the first token."""
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether candidates are added up from the most probable one on; else by their ids."""
+        return any(name in ("top_k", "top_p") for name, _ in self.samplers)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no token is removed."""
+        return all(name == "temperature" for name, _ in self.samplers)
+
+    @property
+    def temp(self) -> float:
+        """Temperature; above 0."""
+        return math.prod(value for name, value in self.samplers if name == "temperature")
+
+
 class BeginDrafting(msgspec.Struct, frozen=True, kw_only=True):
     """A request to draft for."""
 
@@ -95,6 +123,8 @@ class BeginDrafting(msgspec.Struct, frozen=True, kw_only=True):
     """The prefix cache is used for it, as in `Request`."""
     saves: Saves = "nothing"
     """As in `Request`. Unless it is nothing, one `Save` follows, which may have no tokens."""
+    drawing: Drawing | None = None
+    """As in `Request`."""
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -110,6 +140,8 @@ class Accepted(msgspec.Struct, frozen=True):
     """Path probability below which draft tokens are not worth their time."""
     rows: tuple[tuple[int, int], ...] = ()
     """For each of the tokens, the target's run and row whose logits it was sampled from."""
+    n_drawn: int = 0
+    """Random numbers that were taken so far (see `Drawing`)."""
 
 
 class SharedToken(msgspec.Struct, frozen=True):

@@ -41,6 +41,8 @@ class Sampled(msgspec.Struct, frozen=True):
     token: int
     logits_request: LogitsRequest
     finish: Finish | None = None
+    n_draws: int = 1
+    """Random numbers that it took, where tokens are drawn with them."""
 
 
 class RowNeeded(msgspec.Struct, frozen=True):

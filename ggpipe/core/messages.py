@@ -52,6 +52,8 @@ class LogitsRequest(msgspec.Struct, frozen=True):
     """Further tokens whose logits are sent, after those of the n best; none of them is banned."""
     n_positions: int = 1
     """Positions after the row whose logits are wanted, of a head that drafts a block at a time. It does not travel."""
+    temp: float = 0.0
+    """Above 0: the log-sum-exp is that of the logits divided by it, and `RowLogits.below` is needed."""
 
 
 class StateRef(msgspec.Struct, frozen=True):
@@ -134,11 +136,13 @@ class RowLogits(msgspec.Struct, frozen=True):
     """TOP: floats, as many as ids. FULL: a float32 array of the vocabulary's size. HIDDEN: one of the model's width, or
     an empty one where the model has none."""
     log_sum_exp: float
-    """Of all logits; not a number where it was not wanted."""
+    """Of all logits, divided by `LogitsRequest.temp` where that is set; not a number where it was not wanted."""
     n_also: int = 0
     """How many of the last ones are only here because `LogitsRequest.also` names them."""
     later: tuple[RowLogits, ...] = ()
     """The same of the next positions, where `LogitsRequest.n_positions` asks for them. They do not travel."""
+    below: tuple[float, ...] = ()
+    """Share of the probability, at `LogitsRequest.temp`, that smaller ids than each of `ids` have. Empty without it."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import msgspec
 
 from ggpipe.config.engine import Saves
 from ggpipe.config.speculation import SpeculationConfig
+from ggpipe.core.draft_messages import Drawing
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder
 from ggpipe.core.prompt_chunks import chunk_rows
 from ggpipe.core.request_spec import RequestSpec
@@ -161,6 +162,8 @@ class Request:
     """There is a stop string in the text that other ranks generated: nothing is left to do."""
     saves: Saves = "nothing"
     """What is written to disk: the prompt but its last token when that is computed, or at the end all that is."""
+    drawing: Drawing | None = None
+    """How its tokens are drawn; None: not with a single random number each, or with none."""
 
     @property
     def n_resumed(self) -> int:

@@ -234,6 +234,8 @@ class RequestState(SequenceState):
     """Accepted tokens; their number is the epoch."""
     sampled_from: list[tuple[int, int]] = field(default_factory=list)
     """The run and row from whose logits each accepted token was sampled."""
+    n_drawn: int = field(init=False)
+    """Random numbers that were taken for it so far, where tokens are drawn with them."""
     n_weighed: int = 0
     """Accepted tokens from whose pace it was learned which draft models pay."""
     drafters: RequestDrafters
@@ -253,6 +255,7 @@ class RequestState(SequenceState):
         SequenceState.__post_init__(self)
         self.n_predict = self.request.n_predict
         self.is_async = self.request.speculation.mode == "async"
+        self.n_drawn = self.request.drawing.n_drawn if self.request.drawing is not None else 0
 
     @property
     def over(self) -> Finished:
@@ -334,6 +337,7 @@ class RequestState(SequenceState):
             speculation=request.speculation,
             cache_prompt=request.spec.cache_prompt,
             saves=request.saves,
+            drawing=request.drawing,
         )
 
     @property
@@ -349,9 +353,11 @@ class RequestState(SequenceState):
         deepest = self.deepest
         return (node for node in self.tree.best_first() if node.pos <= deepest)
 
-    def accept(self, token: int) -> list[Node]:
-        """The target's next token is known: it becomes the root. Returns the nodes that died of it."""
+    def accept(self, token: int, n_draws: int = 1) -> list[Node]:
+        """The target's next token is known, which took so many random numbers: it becomes the root. Returns the nodes
+        that died of it."""
         self.output.append(token)
+        self.n_drawn += n_draws
         if (logits := self.tree.root.logits) is not None:
             self.sampled_from.append((self.tree.root.run, logits.row))
         self.drafters.judge(token, self.counters)

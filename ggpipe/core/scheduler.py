@@ -375,7 +375,7 @@ class Scheduler:
             self._end(state, event.finish, actions)
             return
         state.enter(Phase.DECODING)
-        dead = state.accept(event.token)
+        dead = state.accept(event.token, event.n_draws)
         state.root_since = self._now
         root = state.tree.root
         drafters = sorted({proposal.drafter for proposal in root.proposals}) if root.submitted else ()

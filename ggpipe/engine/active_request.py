@@ -7,6 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from ggpipe.core.draft_messages import Drawing
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.core.request_spec import RequestSpec
@@ -56,10 +59,19 @@ class ActiveRequest:
         """Tokens of a resumed output whose rows the sampler has not seen yet, and whether they were drawn again."""
         self._sampled: collections.deque[Token] = collections.deque()
         """Tokens that are sampled and not given out yet."""
+        self.n_draws = 1
+        """Random numbers that the latest token took."""
         self._first_s = 0.0
         """When the first of them was sampled (monotonic)."""
         if spec.sampling.remembers_rows:
             self._to_replay.extend((token, place in spec.redrawn) for place, token in enumerate(spec.resumed))
+
+    @property
+    def drawing(self) -> Drawing | None:
+        """As in `Request`."""
+        n_drawn = len(self.spec.resumed) + len(self.spec.redrawn)
+        drawing = self.sampler.drawing
+        return msgspec.structs.replace(drawing, n_drawn=n_drawn) if drawing is not None else None
 
     def logits_request(self) -> LogitsRequest:
         """What its first rows must bring back."""
@@ -82,6 +94,7 @@ class ActiveRequest:
         if drawn is None:
             return None
         token, redrawn = (drawn.token, drawn.is_second) if isinstance(drawn, Drawn) else (drawn, False)
+        self.n_draws = 1 + redrawn
         self.sampler.accept((token,))
         if token not in ends:
             probs = [TokenProb(id, self._vocab.piece(id), logprob) for id, logprob in self.sampler.probs]

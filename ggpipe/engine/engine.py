@@ -192,6 +192,7 @@ class EngineCore:
             logits_request_grows=sampler.logits_request_grows,
             is_stopped=active.decoder.is_stopped,
             saves=saves,
+            drawing=active.drawing,
         )
         stats.ranks = [rank.unused() for rank in self.ranks]
         self._active[number] = active
@@ -327,7 +328,8 @@ class EngineCore:
             return NoToken(request)
         if token is None:
             return RowNeeded(request)
-        return Sampled(request, token, active.sampler.logits_request(), active.finish(token, self._ends))
+        finish = active.finish(token, self._ends)
+        return Sampled(request, token, active.sampler.logits_request(), finish, active.n_draws)
 
     def _emit(self, request: int, active: ActiveRequest, drafters: Sequence[int]) -> None:
         if isinstance(active.sampler, ConstrainedSampler):

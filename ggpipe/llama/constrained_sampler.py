@@ -21,6 +21,7 @@ import numpy as np
 from msgspec import structs
 
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.draft_messages import Drawing
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import Setting, UsageError
 from ggpipe.llama.grammar import DraftCheck, Grammar
@@ -72,6 +73,11 @@ class ConstrainedSampler:
         self.logits_request_grows = own.logits_request_grows
         self.draft_check: DraftCheck = grammar.draft_check()
         """Says which draft tokens fit."""
+
+    @property
+    def drawing(self) -> Drawing | None:
+        """As `Sampler.drawing`."""
+        return self._own.drawing
 
     def logits_request(self) -> LogitsRequest:
         """What drawing the next token takes: the row is kept, and a few more come than without the grammar.

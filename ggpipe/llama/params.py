@@ -184,14 +184,19 @@ def whole_row(row: int, logits: NDArray[np.float32], logits_request: LogitsReque
 
 def best_of(row: int, logits: NDArray[np.float32], logits_request: LogitsRequest, first: int = 0) -> RowLogits:
     """What a request of the kind TOP brings, for tokens from `first` on; `logits_request` counts from there too."""
-    ids, best, log_sum_exp = native.top(
-        logits.ctypes.data, len(logits), logits_request.n, logits_request.banned, logits_request.sums
+    ids, best, log_sum_exp, below = native.top(
+        logits.ctypes.data,
+        len(logits),
+        logits_request.n,
+        logits_request.banned,
+        logits_request.sums,
+        logits_request.temp,
     )
     others = list(set(logits_request.also).difference(ids)) if logits_request.also else []
     if others:
         ids, best = ids + others, best + logits[others].tolist()
     found = tuple(first + id for id in ids) if first else tuple(ids)
-    return RowLogits(row, found, tuple(best), log_sum_exp, len(others))
+    return RowLogits(row, found, tuple(best), log_sum_exp, len(others), below=tuple(below))
 
 
 def hidden_states(given: bytes, asking: Sequence[tuple[int, LogitsRequest]], width: int) -> list[RowLogits]:

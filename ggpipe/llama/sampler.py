@@ -14,6 +14,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.draft_messages import Drawing
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import SettingError
 from ggpipe.llama.libllama import lib
@@ -68,6 +69,20 @@ class Sampler:
             self._draw = _drawing(config, vocab, self.seed)
             for sampler in (*_filters(config, vocab, windows, self.seed), self._draw):
                 lib.llama_sampler_chain_add(self._chain, sampler)
+
+    @property
+    def drawing(self) -> Drawing | None:
+        """How tokens are drawn, for drafters. None where the best one is taken, or more than one number decides."""
+        config = self._config
+        if self._chain is None or config.greedy or config.mirostat or config.temp <= 0:
+            return None
+        values = {
+            "top_k": config.top_k, "top_p": config.top_p, "min_p": config.min_p, "temperature": config.temp
+        }  # fmt: skip
+        if not {"adaptive_p", "typ_p", "infill"}.isdisjoint(config.active_samplers):
+            return None
+        known = tuple((name, float(values[name])) for name in config.active_samplers if name in values)
+        return Drawing(seed=self.seed, samplers=known)
 
     def logits_request(self) -> LogitsRequest:
         """The logits that sampling the next token needs.

@@ -34,19 +34,19 @@ from ggpipe.core.messages import (
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 14
+VERSION = 15
 # version, flags, spans, logits requests, run, first run of kept rows, rows, operations, sequence ids of all rows, ids
 # that wants name, numbers of what is to be saved or restored, bytes of the mask of dropped rows, which comes last
 _RUN = struct.Struct("<BBHIqqIIIIII")
 _MASK_BYTES, _MASK_BYTES_AT = struct.Struct("<I"), _RUN.size - 4
 _OP = struct.Struct("<Biiii")
-# kind, keeps, sums, n, banned ids, other ids
-_LOGITS_REQUEST = struct.Struct("<B??III")
+# kind, keeps, sums, n, banned ids, other ids, temperature
+_LOGITS_REQUEST = struct.Struct("<B??IIId")
 _SPAN = struct.Struct("<idddqI")
 # version, flags, spans, run, rows
 _RESULT = struct.Struct("<BBHqI")
-# row, kind, count, how many of them come last since they are named, log-sum-exp
-_ROW = struct.Struct("<iiIId")
+# row, kind, count, how many of them come last since they are named, whether shares of smaller ids follow, log-sum-exp
+_ROW = struct.Struct("<iiII?d")
 ROW_OF_RUN = struct.Struct("<qi")
 """A run, and a row in it."""
 # version, runs
@@ -78,7 +78,10 @@ def run_header(run: Run) -> bytes:
         _RUN.pack(VERSION, flags, 0, len(run.logits_requests), run.id, run.kept_from, len(run.rows), len(run.ops),
                   len(seqs), len(named), len(save), 0),
         *(_OP.pack(op.kind, op.seq, op.dst, op.p0, op.p1) for op in run.ops),
-        *(_LOGITS_REQUEST.pack(r.kind, r.keeps, r.sums, r.n, len(r.banned), len(r.also)) for r in run.logits_requests),
+        *(
+            _LOGITS_REQUEST.pack(r.kind, r.keeps, r.sums, r.n, len(r.banned), len(r.also), r.temp)
+            for r in run.logits_requests
+        ),
         pack_ints(named), pack_ints(table), pack_ints(seqs), pack_ints(save),
     ))  # fmt: skip
     return header_without(header, len(run.rows), run.dropped) if run.dropped else header
@@ -122,9 +125,9 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         at += n_logits_requests * _LOGITS_REQUEST.size
         named = iter(read_ints(view, at, n_named))
         at += 4 * n_named
-        for kind, keeps, sums, n, n_banned, n_also in heads:
+        for kind, keeps, sums, n, n_banned, n_also, temp in heads:
             banned, also = tuple(itertools.islice(named, n_banned)), tuple(itertools.islice(named, n_also))
-            logits_requests.append(LogitsRequest(LogitsKind(kind), n, banned, keeps, sums, also))
+            logits_requests.append(LogitsRequest(LogitsKind(kind), n, banned, keeps, sums, also, temp=temp))
     table = read_ints(view, at, 5 * n_rows)
     at += 20 * n_rows
     seqs = read_ints(view, at, n_seqs)
@@ -168,11 +171,14 @@ def result_message(result: RunResult) -> Payload:
     for row in result.rows:
         if row.ids is None:
             logits = np.asarray(row.logits, "<f4").tobytes()
-            parts += [_ROW.pack(row.row, LogitsKind.FULL, len(logits) // 4, 0, row.log_sum_exp), logits]
+            parts += [_ROW.pack(row.row, LogitsKind.FULL, len(logits) // 4, 0, False, row.log_sum_exp), logits]
         else:
             n = len(row.ids)
-            parts += [_ROW.pack(row.row, LogitsKind.TOP, n, row.n_also, row.log_sum_exp), pack_ints(row.ids)]
-            parts.append(struct.pack(f"<{n}f", *row.logits))
+            has_below = bool(row.below)
+            parts.append(_ROW.pack(row.row, LogitsKind.TOP, n, row.n_also, has_below, row.log_sum_exp))
+            parts += [pack_ints(row.ids), struct.pack(f"<{n}f", *row.logits)]
+            if has_below:
+                parts.append(struct.pack(f"<{n}f", *row.below))
     return b"".join(parts)
 
 
@@ -184,13 +190,17 @@ def read_result(payload: Payload) -> RunResult:
     spans, at = read_spans(view, _RESULT.size, n_spans)
     rows = []
     for _ in range(n_rows):
-        row, kind, n, n_also, log_sum_exp = _ROW.unpack_from(view, at)
+        row, kind, n, n_also, has_below, log_sum_exp = _ROW.unpack_from(view, at)
         at += _ROW.size
         if kind == LogitsKind.TOP:
             ids = tuple(read_ints(view, at, n))
             logits = struct.unpack_from(f"<{n}f", view, at + 4 * n)
-            rows.append(RowLogits(row, ids, logits, log_sum_exp, n_also))
             at += 8 * n
+            below: tuple[float, ...] = ()
+            if has_below:
+                below = struct.unpack_from(f"<{n}f", view, at)
+                at += 4 * n
+            rows.append(RowLogits(row, ids, logits, log_sum_exp, n_also, below=below))
         else:
             rows.append(RowLogits(row, None, np.frombuffer(view, "<f4", n, at), log_sum_exp))
             at += 4 * n

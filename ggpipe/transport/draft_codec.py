@@ -30,8 +30,8 @@ from ggpipe.transport.codec import (
     read_spans,
 )
 
-# version, kind, request, epoch, look-ahead, tokens
-_TO_DRAFTER = struct.Struct("<BBqqidI")
+# version, kind, request, epoch, look-ahead, least path, random numbers taken, tokens
+_TO_DRAFTER = struct.Struct("<BBqqidqI")
 _BEGIN, _ACCEPTED, _DONE, _SHARED = 1, 2, 3, 4
 _BEGIN_DECODER = msgspec.msgpack.Decoder(BeginDrafting)  # once a request: no hot path
 _SHARED_DECODER = msgspec.msgpack.Decoder(tuple[SharedToken, ...])
@@ -46,26 +46,26 @@ _RECORD = struct.Struct("<qqIIIBH")
 def drafter_message(message: DrafterMessage) -> Payload:
     """A message to a drafter."""
     match message:
-        case Accepted(request, epoch, tokens, look_ahead, least_path, rows):
-            head = _TO_DRAFTER.pack(VERSION, _ACCEPTED, request, epoch, look_ahead, least_path, len(tokens))
+        case Accepted(request, epoch, tokens, look_ahead, least_path, rows, n_drawn):
+            head = _TO_DRAFTER.pack(VERSION, _ACCEPTED, request, epoch, look_ahead, least_path, n_drawn, len(tokens))
             return b"".join((head, pack_ints(tokens), *(ROW_OF_RUN.pack(*row) for row in rows)))
         case EndDrafting(request):
-            return _TO_DRAFTER.pack(VERSION, _DONE, request, 0, 0, 0.0, 0)
+            return _TO_DRAFTER.pack(VERSION, _DONE, request, 0, 0, 0.0, 0, 0)
         case Shared(request, epoch, shared):
-            return _TO_DRAFTER.pack(VERSION, _SHARED, request, epoch, 0, 0.0, 0) + msgspec.msgpack.encode(shared)
+            return _TO_DRAFTER.pack(VERSION, _SHARED, request, epoch, 0, 0.0, 0, 0) + msgspec.msgpack.encode(shared)
         case BeginDrafting():
-            return _TO_DRAFTER.pack(VERSION, _BEGIN, message.request, 0, 0, 0.0, 0) + msgspec.msgpack.encode(message)
+            return _TO_DRAFTER.pack(VERSION, _BEGIN, message.request, 0, 0, 0.0, 0, 0) + msgspec.msgpack.encode(message)
 
 
 def read_drafter_message(payload: Payload) -> DrafterMessage:
     """The inverse of `drafter_message`."""
     view = memoryview(payload)
     check_version(view)
-    _, kind, request, epoch, look_ahead, least_path, n = _TO_DRAFTER.unpack_from(view)
+    _, kind, request, epoch, look_ahead, least_path, n_drawn, n = _TO_DRAFTER.unpack_from(view)
     tokens = read_ints(view, _TO_DRAFTER.size, n)
     if kind == _ACCEPTED:
         rows = tuple(ROW_OF_RUN.iter_unpack(view[_TO_DRAFTER.size + 4 * n :]))
-        return Accepted(request, epoch, tokens, look_ahead, least_path, rows)
+        return Accepted(request, epoch, tokens, look_ahead, least_path, rows, n_drawn)
     if kind == _DONE:
         return EndDrafting(request)
     try:

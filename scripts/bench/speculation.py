@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import json
 import random
 import shutil
@@ -31,6 +32,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from msgspec import structs
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
@@ -38,9 +40,11 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.messages import Row, RowLogits, Run
 from ggpipe.engine import wiring
+from ggpipe.engine.active_request import ActiveRequest
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
@@ -51,6 +55,7 @@ from ggpipe.llama.stage import BoundaryTensors, Outcome
 from ggpipe.stats.records import RequestStats
 from scripts.bench.measuring import ITERATIVE, greedy, middle, pin_rank, run_ranks
 from scripts.models.make_pair import Shape, make_pair
+from scripts.models.quantize import quantize
 
 N_CTX, N_PROMPT, N_STARTED = 512, 128, 16
 MOST_DRAFT_ROWS = 16
@@ -69,6 +74,14 @@ SETTINGS = {
     "async -np 4": SpeculationConfig(policy="thresholds", n_parallel=4),
     "async, draft alone": SpeculationConfig(drafters=("draft",)),
     "async, n-grams alone": SpeculationConfig(drafters=("ngram",)),
+    "async, seed not used": SpeculationConfig(),
+}
+SEED_NOT_USED = "async, seed not used"
+"""Draft models are not told how tokens are drawn."""
+SAMPLINGS = {
+    "greedy": None,
+    "default": SamplingConfig(),
+    "all-tokens": SamplingConfig(temp=1, top_k=0, top_p=1, min_p=0),
 }
 
 
@@ -224,12 +237,18 @@ def job(args: argparse.Namespace) -> int:
         session = Session.load(ranks)
         quoted = text_to_quote(session, N_STARTED + args.rounds + args.n) if args.quotes else ()
         results: list[dict[str, Any]] = []
+        drawing = ActiveRequest.drawing
         for i in range(args.rounds + 1):
             settings = list(settings_named(args.settings).items())
             for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
                 stats = RequestStats()
                 prompt, grammar = prompt_of(session, i, args.texts, quoted)
                 request = greedy(prompt, args.n, speculation, grammar=grammar)
+                if drawn := SAMPLINGS[args.sampling]:
+                    sampling = dataclasses.replace(drawn, seed=i, ignore_eos=True, grammar=grammar)
+                    request = structs.replace(request, sampling=sampling)
+                knows = drawing if name != SEED_NOT_USED else property(lambda _: None)
+                setattr(ActiveRequest, "drawing", knows)  # noqa: B010
                 tokens = [t.id for t in session.stream(request, stats)]
                 counters = stats.counters
                 results.append({
@@ -257,12 +276,13 @@ def bench(
     texts: bool = False,
     quotes: bool = False,
     runs_shown: bool = False,
+    sampling: str = "greedy",
 ) -> None:
     """One pair of models, all settings. With an `agreement`, stages only sleep; with `texts`, prompts are real text,
     with `quotes`, text that is in the prompt already. With `runs_shown`, a second table has runs by their rows."""
     command: list[object] = [*SCRIPT, *names, "--job", target, draft, "--rounds", rounds, "-n", n_predict]
     command += ["--targets", n_target, *([] if agreement is None else ["--agreement", agreement])]
-    command += ["--texts"] * texts + ["--quotes"] * quotes
+    command += ["--texts"] * texts + ["--quotes"] * quotes + ["--sampling", sampling]
     results = [r for r in run_ranks(n_target + 1, command) if r["round"] > 0]  # the first round warms up
     of = {(r["name"], r["round"]): r for r in results}
     shown = list(settings_named(names))
@@ -317,6 +337,12 @@ def main() -> int:
     parser.add_argument(
         "--quotes", action="store_true", help="only the inflated bundled pair, whose output copies the prompt"
     )
+    parser.add_argument(
+        "--sampling", choices=SAMPLINGS, default="greedy", help="how the inflated pairs' tokens are drawn"
+    )
+    parser.add_argument(
+        "--draft-as", metavar="TYPE", help="draft with the bundled target instead, in this type: nearly as the target"
+    )
     parser.add_argument("--never-right", action="store_true", help="make the draft of the inflated pairs always wrong")
     parser.add_argument("--guest", action="store_true", help="beside a process at nice 15 that computes all the time")
     parser.add_argument("--runs", action="store_true", help="also show runs by their rows")
@@ -342,11 +368,16 @@ def main() -> int:
         return 0
 
     def bench_inflated(pair: ModelPair, title: str, quotes: bool = False) -> None:
+        title += f", {args.sampling}" + f", draft: target in {args.draft_as}" * bool(args.draft_as)
         title += ", never right" * args.never_right + ", beside a process at nice 15" * args.guest
         with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder, busy_guest(args.guest):
-            draft = never_right(pair.draft, Path(folder) / "draft.gguf") if args.never_right else pair.draft
+            draft = pair.draft
+            if args.draft_as:
+                draft = quantize(BUNDLED_PAIR.target, Path(folder) / "target.gguf", args.draft_as)
+            if args.never_right:
+                draft = never_right(draft, Path(folder) / "draft.gguf")
             files, what = (pair.target, draft), {"texts": not quotes, "quotes": quotes, "runs_shown": args.runs}
-            bench(title, *files, args.rounds, args.n, args.settings, **what)
+            bench(title, *files, args.rounds, args.n, args.settings, **what, sampling=args.sampling)
 
     if args.experts:
         bench_inflated(inflated_mixture(), "inflated mixture of experts, 2 of 16")

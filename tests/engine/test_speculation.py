@@ -28,6 +28,8 @@ from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.batching.payoff import Payoff
+from ggpipe.core.drafters.foresight import Foresight
+from ggpipe.core.messages import RowLogits
 from ggpipe.core.request import Finish
 from ggpipe.engine import loading
 from ggpipe.engine.session import Session
@@ -55,6 +57,7 @@ SAMPLINGS = {
     "top-k 40": SamplingConfig(temp=0.8, top_k=40, seed=1),
     "top-k 0": SamplingConfig(temp=0.8, top_k=0, seed=2, ignore_eos=True),
     "penalties": SamplingConfig(temp=0.8, seed=3, repeat_penalty=1.2, presence_penalty=0.2),
+    "all tokens": SamplingConfig(temp=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=4, ignore_eos=True),
 }
 NEAR_TIE = 0.1  # of a row's spread: see test_exact.py
 
@@ -261,6 +264,45 @@ def spied_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stage]]:
 
     monkeypatch.setattr(Stage, "__init__", spy)
     yield stages
+
+
+@pytest.mark.parametrize(
+    ("sampling", "n_resumed"),
+    [
+        (SamplingConfig(seed=1, ignore_eos=True), 0),
+        (SAMPLINGS["all tokens"], 20),
+        (SamplingConfig(seed=2, ignore_eos=True, grammar='root ::= ([a-z ]{8} ".")+'), 0),
+    ],
+    ids=["default", "all tokens, resumed", "grammar"],
+)
+def test_a_draft_model_knows_which_random_number_selects_a_token(
+    sampling: SamplingConfig, n_resumed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one selects the first token. A token that does not fit a grammar takes a second one."""
+    monkeypatch.setattr(Payoff, "is_paused", lambda *_: False)
+    learned: list[tuple[int, int]] = []
+    learn = Foresight.learn
+
+    def spy(self: Foresight, row: RowLogits, place: int, token: int) -> None:
+        learned.append((place, token))
+        learn(self, row, place, token)
+
+    monkeypatch.setattr(Foresight, "learn", spy)
+    prompt = prompt_of("tale.txt", 60)
+    with local_session(config_of(TARGET, DRAFT, 1, exact=False), 2) as session:
+        tokens = list(session.stream(asked(prompt, sampling, 60)))
+        if n_resumed:
+            learned.clear()
+            resumed = tuple(token.id for token in tokens[:n_resumed])
+            assert [t.id for t in session.stream(asked(prompt, sampling, 60, resumed=resumed))] == [
+                token.id for token in tokens[n_resumed:]
+            ]
+    places = itertools.accumulate(1 + token.redrawn for token in tokens)
+    drawn = {place - 1: token.id for place, token in zip(places, tokens, strict=True)}
+    assert any(token.redrawn for token in tokens) == bool(sampling.grammar)
+    assert learned
+    assert min(place for place, _ in learned) >= n_resumed
+    assert all(drawn[place] == token for place, token in learned)
 
 
 def test_nothing_is_left_in_any_cache(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:

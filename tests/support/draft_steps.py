@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import Accepted, BeginDrafting, MicroBatch, Vocabularies
+from ggpipe.core.draft_messages import Accepted, BeginDrafting, Drawing, MicroBatch, Vocabularies
 from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun
@@ -46,6 +46,7 @@ class Draft:
         n_left: int = 50,
         prompt: tuple[int, ...] = PROMPT,
         cache_prompt: bool = True,
+        drawing: Drawing | None = None,
         **settings: Any,
     ) -> None:
         speculation = SpeculationConfig(**{"policy": "thresholds", **settings})
@@ -60,11 +61,12 @@ class Draft:
                 banned=(7,),
                 speculation=speculation,
                 cache_prompt=cache_prompt,
+                drawing=drawing,
             )
         )
 
-    def accept(self, epoch: int, *tokens: int) -> None:
-        self.say(Accepted(1, epoch, tokens, self.look_ahead))
+    def accept(self, epoch: int, *tokens: int, n_drawn: int | None = None) -> None:
+        self.say(Accepted(1, epoch, tokens, self.look_ahead, n_drawn=epoch if n_drawn is None else n_drawn))
 
     def answer(self, *rows: Candidates) -> None:
         """The oldest run comes back: what follows each row that asked."""

@@ -104,7 +104,14 @@ DRAFTER_MESSAGES = st.one_of(
         speculation=SPECULATIONS,
     ),
     st.builds(
-        Accepted, INT64, INT64, TOKENS, INT32, PROBABILITY, st.lists(st.tuples(INT64, INT32), max_size=5).map(tuple)
+        Accepted,
+        INT64,
+        INT64,
+        TOKENS,
+        INT32,
+        PROBABILITY,
+        st.lists(st.tuples(INT64, INT32), max_size=5).map(tuple),
+        INT64,
     ),
     st.builds(
         Shared, INT64, INT64, st.lists(st.builds(SharedToken, TOKENS, INT32, PROBABILITY), max_size=3).map(tuple)
@@ -196,7 +203,10 @@ def test_a_branching_run() -> None:
         Row(token=8, pos=12, seqs=(2,), request=7, logits_request=1),
     )
     ops = (KvOp(KvKind.RM, 3, p0=4), KvOp(KvKind.CP, 0, 1, 0, 10))
-    wants = (LogitsRequest(LogitsKind.TOP, 40, (2, 3), True, False, (7, 9)), LogitsRequest(LogitsKind.FULL, 1, (0,)))
+    wants = (
+        LogitsRequest(LogitsKind.TOP, 40, (2, 3), True, False, (7, 9), temp=0.7),
+        LogitsRequest(LogitsKind.FULL, 1, (0,)),
+    )
     run = Run(id=2**40, rows=rows, ops=ops, logits_requests=wants)
     spans = (
         Span(rank=0, start_s=7.5, compute_s=0.25, busy_s=0.5, sent_bytes=4096, n_rows=1),
@@ -249,6 +259,16 @@ def test_results(result: RunResult) -> None:
             assert np.array_equal(got.logits, np.asarray(sent.logits))
         else:
             assert got.logits == sent.logits
+
+
+def test_shares_of_smaller_ids() -> None:
+    rows = (
+        RowLogits(0, (7, 3), (1.5, 0.25), 2.0, below=(0.5, 0.125)),
+        RowLogits(1, (5,), (1.0,), 2.0),
+        RowLogits(2, (9, 4, 1), (3.0, 2.0, 1.0), 4.0, 1, below=(0.75, 0.25, 0.0)),
+    )
+    result = RunResult(1, rows, ())
+    assert codec.read_result(codec.result_message(result)) == result
 
 
 def test_banned_tokens_keep_their_minus_infinity() -> None:

@@ -58,7 +58,7 @@ class Steering:
             if known.is_steered:
                 tokens, rows = tuple(state.output[known.n_told :]), tuple(state.sampled_from[known.n_told :])
                 known.n_told, known.told_look_ahead = state.epoch, known.look_ahead
-                accepted = Accepted(state.id, state.epoch, tokens, known.look_ahead, least_path, rows)
+                accepted = Accepted(state.id, state.epoch, tokens, known.look_ahead, least_path, rows, state.n_drawn)
                 self._tell(state, drafter, accepted, messages)
         return messages
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from ggpipe.core.draft_messages import Candidates, Expansion
-from ggpipe.core.drafters.draft_state import DraftState, candidates
+from ggpipe.core.drafters.draft_state import DraftState
 from ggpipe.core.drafters.eagle import EagleHead, HeadState
-from ggpipe.core.messages import LogitsRequest
+from ggpipe.core.messages import LogitsRequest, RowLogits
 from ggpipe.core.tree import Node
 
 _MOST_NODES = 128
@@ -37,6 +37,8 @@ class _BlockState(HeadState):
 
     block: dict[int, Candidates] = field(default_factory=dict)
     """Candidates by the position of the token that they follow, the root or later."""
+    rows: dict[int, RowLogits] = field(default_factory=dict)
+    """What the block's candidates come from."""
 
     @property
     def block_size(self) -> int:
@@ -61,11 +63,11 @@ class _BlockState(HeadState):
         for node in nodes:
             if node.logits is None or not (self.overlaps or node is self.tree.root):
                 continue
-            rows = (node.logits, *node.logits.later)
-            block = {node.pos + i: candidates(row) for i, row in enumerate(rows) if row.ids}
+            rows = dict(enumerate((node.logits, *node.logits.later), node.pos))
+            block = {pos: self.candidates(row, pos) for pos, row in rows.items() if row.ids}
             since = enumerate(self.tokens[node.pos + 1 :], node.pos)
             if all(pos in block and block[pos][0][0] == token for pos, token in since):
-                self.block = block
+                self.block, self.rows = block, rows
                 self._open_block()
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
@@ -89,6 +91,8 @@ class _BlockState(HeadState):
         if self.is_best_first:
             for i, (candidate, prob) in enumerate(found):
                 self.calibration.judged(prob, candidate == token, is_best=i == 0)
+            if found and self.foresight is not None and self.knows_numbers:
+                self.foresight.learn(self.rows[self.tree.root.pos], self.n_drawn, token)
         if not found or found[0][0] != token:
             self.block = {}
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch, Shared
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_state import DraftState
+from ggpipe.core.drafters.foresight import N_CANDIDATES, Foresight, Mixture
 from ggpipe.core.events import RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.in_flight import InFlight, RunPart, cancel_action, records_of
 from ggpipe.core.kv.prefix_cache import PrefixCache
@@ -46,6 +47,8 @@ class DraftModel:
         self._requests: dict[int, DraftState] = {}
         self._cost = RunCost()
         """Times of runs of draft tokens."""
+        self._mixtures = {is_sorted: Mixture() for is_sorted in (False, True)}
+        """What was learned of drawn tokens, by whether candidates are sorted."""
         self._attempt_s = 0.0
         """Time of the latest run of draft tokens, in seconds."""
 
@@ -104,7 +107,12 @@ class DraftModel:
 
     def _begin(self, begin: BeginDrafting) -> None:
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
-        self._requests[begin.request] = DraftState.of(begin, prefix)
+        self._requests[begin.request] = DraftState.of(begin, prefix, self._foresight(begin))
+
+    def _foresight(self, begin: BeginDrafting) -> Foresight | None:
+        if begin.drawing is None or not begin.speculation.is_best_first:
+            return None
+        return Foresight(begin.drawing, self._mixtures[begin.drawing.is_sorted])
 
     def _accepted(self, message: Accepted, actions: list[DraftAction]) -> None:
         state = self._requests.get(message.request)
@@ -113,6 +121,7 @@ class DraftModel:
         state.look_ahead, state.least_path = message.look_ahead, message.least_path
         if state.held:  # they are numbered from this epoch's root
             self._send_held(state, False, actions)
+        state.take_numbers(message)
         dead = state.accept(message.tokens, message.epoch)
         self._cancel(self._in_flight.drop(state, dead), actions)
 
@@ -317,8 +326,11 @@ class DraftModel:
     def _logits_request(self, state: DraftState) -> LogitsRequest:
         only_draft = self._vocabularies.only_draft if self._vocabularies is not None else ()
         n = _BEST_FIRST_CANDIDATES if state.is_best_first else _MIN_CANDIDATES
-        n = max(n, state.begin.speculation.n_parallel)
-        return LogitsRequest(LogitsKind.TOP, n, (*state.begin.banned, *only_draft))
+        n, temp = max(n, state.begin.speculation.n_parallel), 0.0
+        if state.foresight is not None and state.begin.drawing is not None:
+            n = max(n, N_CANDIDATES)
+            temp = state.begin.drawing.temp if state.begin.drawing.is_whole else 0.0
+        return LogitsRequest(LogitsKind.TOP, n, (*state.begin.banned, *only_draft), temp=temp)
 
     def _readable(self, token: int) -> int:
         """A token of the text as the draft model can read it. The tree keeps the target's."""

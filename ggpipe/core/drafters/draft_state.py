@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from ggpipe.core.draft_messages import ROOT, BeginDrafting, Candidates, Expansion, SharedToken
+from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, Candidates, Expansion, SharedToken
 from ggpipe.core.drafters.calibration import Calibration
+from ggpipe.core.drafters.foresight import Foresight
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.kv.radix_tree import Prefix
 from ggpipe.core.messages import RowLogits
@@ -54,6 +55,12 @@ class DraftState:
     too long, below this root."""
     calibration: Calibration = field(default_factory=Calibration)
     """How often candidates turned out right, those included that did not become draft tokens."""
+    foresight: Foresight | None = None
+    """What the seed says of the candidates; None: nothing."""
+    n_drawn: int = 0
+    """Random numbers that were taken for the text."""
+    knows_numbers: bool = True
+    """Which of them selected each token that is being accepted."""
     has_shared: bool = False
     """Draft tokens of other drafters were taken in."""
     next_number: int = ROOT + 1
@@ -76,9 +83,11 @@ class DraftState:
         self.tree = self.prefix.tree
 
     @classmethod
-    def of(cls, begin: BeginDrafting, prefix: Prefix) -> Self:
+    def of(cls, begin: BeginDrafting, prefix: Prefix, foresight: Foresight | None) -> Self:
         """State of a request that begins. `prefix` is what the prefix cache has of its prompt."""
         return cls(
+            foresight=foresight,
+            n_drawn=begin.drawing.n_drawn if begin.drawing is not None else 0,
             begin=begin,
             prefix=prefix,
             thresholds=Thresholds(begin.speculation),
@@ -162,8 +171,23 @@ class DraftState:
         """Logits of these nodes came: those that still hang on the root are open."""
         for node in nodes:
             if node.logits is not None and node.within(self.tree.root) and node.logits.ids:  # else all are banned
-                self.open[node] = candidates(node.logits)
+                self.open[node] = self.candidates(node.logits, node.pos)
                 self.untried.append(node)
+
+    def candidates(self, row: RowLogits, pos: int) -> Candidates:
+        """The best candidates after the token at this position, from its row."""
+        if self.foresight is None:
+            return candidates(row)
+        return self.foresight.candidates(row, self.n_drawn + pos - self.tree.root.pos)
+
+    def take_numbers(self, accepted: Accepted) -> None:
+        """Random numbers were taken for the tokens that are accepted next: one each, but for draws that did not fit a
+        grammar."""
+        extra = accepted.n_drawn - self.n_drawn - len(accepted.tokens)
+        self.knows_numbers = not extra or len(accepted.tokens) == 1
+        if extra and self.foresight is not None:
+            self.n_drawn += extra
+            self.open = {node: self.candidates(node.logits, node.pos) for node in self.open if node.logits is not None}
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
         """Append accepted tokens. `epoch`: number of tokens accepted so far. Returns the nodes that are dead now."""
@@ -171,6 +195,7 @@ class DraftState:
         for token in tokens:
             self._judge(token)
             dead += self.tree.advance(token)
+            self.n_drawn += 1
             self.tokens.append(token)
             if self.tree.root.submitted:
                 self.n_decoded = len(self.tokens)
@@ -186,8 +211,10 @@ class DraftState:
         """The token after the root is known: compare it with the candidates."""
         logits = self.tree.root.logits
         if self.is_best_first and logits is not None and logits.ids:
-            for i, (candidate, prob) in enumerate(candidates(logits)):
+            for i, (candidate, prob) in enumerate(self.candidates(logits, self.tree.root.pos)):
                 self.calibration.judged(prob, candidate == token, is_best=i == 0)
+            if self.foresight is not None and self.knows_numbers:
+                self.foresight.learn(logits, self.n_drawn, token)
 
     def grow(self) -> list[tuple[Expansion, ...]]:
         """Turn candidates into draft tokens, as far as policy and lead allow; they are held until they are sent.
@@ -225,7 +252,7 @@ class DraftState:
         two that each seem this probable, not both can be right."""
         if not self.has_shared or parent.logits is None or not parent.logits.ids:
             return
-        best, prob = candidates(parent.logits)[0]
+        best, prob = self.candidates(parent.logits, parent.pos)[0]
         own = self.calibration.probability(prob)
 
         def weighed(child: Node) -> float:

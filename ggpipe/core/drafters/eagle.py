@@ -77,6 +77,7 @@ class HeadState(DraftState):
         for token in tokens:
             self._judge(token)
             dead += self.tree.advance(token, afresh=True)
+            self.n_drawn += 1
             self.tokens.append(token)
             self.sent = self.sent.children.get(token) or _Sent()
         self.sent_nodes = {self.tree.root: self.sent}
@@ -190,7 +191,7 @@ class EagleHead(DraftModel):
         cache_prompt = begin.cache_prompt and shift == self._shift
         begin = structs.replace(begin, prompt=begin.prompt[shift:], cache_prompt=cache_prompt)
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
-        state = self._state.of(begin, prefix)
+        state = self._state.of(begin, prefix, self._foresight(begin))
         state.horizon, state.shift, state.n_known = self._horizon, shift, max(prefix.n_tokens, 1 - shift)
         state.sent_nodes[prefix.tree.root] = state.sent
         self._requests[begin.request] = state

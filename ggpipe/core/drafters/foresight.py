@@ -1,0 +1,155 @@
+"""What a request's seed says of tokens that are not drawn yet.
+
+llama.cpp draws a token by adding up the probabilities of the candidates, in their order, until they reach a random
+number. The seed decides all of these numbers in advance, and the text stays the target's. So a drafter that knows the
+next one, and whose probabilities resemble the target's, names the very token that will be drawn, however many others
+are as probable; and it knows when the draw will be an unlikely one (M. Daliri, C. Musco, A. T. Suresh: Coupling without
+Communication and Drafter-Invariant Speculative Decoding, 2024).
+
+    place of the number in the drafter's own order          0 ......... u ............ 1
+    candidates                                              [   the   ][ a ][ his  ][..]
+
+How far the target's borders are from the drafter's is learned from the tokens that were drawn: their probability is a
+mixture of one without the number, and of others for which the number has noise of several widths.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import math
+import operator
+import random
+from collections.abc import Sequence
+
+from ggpipe.core.draft_messages import Candidates, Drawing
+from ggpipe.core.messages import RowLogits
+
+N_CANDIDATES = 20
+"""Of each answer: as many as `min_p` of 0.05 can leave."""
+_MOST_NAMED = 8
+"""Candidates that are left to choose draft tokens from."""
+_NOISE = (0.02, 0.1)
+"""Widths of the noise (of a logistic distribution)."""
+_KEEPS = 1 - 1 / 128
+"""Weight of earlier tokens when one more is judged."""
+_PRIOR = 4.0
+"""Tokens: as much counts each part of the mixture at first."""
+_LEAST = 1e-6
+
+
+class RandomNumbers:
+    """The numbers from 0 to 1 that libllama draws with a seed, in order: `std::mt19937`, two of its values each."""
+
+    def __init__(self, seed: int) -> None:
+        state = [seed]
+        for i in range(1, 624):  # as `std::mt19937` is seeded, unlike Python's generator
+            state.append((1812433253 * (state[-1] ^ (state[-1] >> 30)) + i) & 0xFFFFFFFF)
+        self._source = random.Random()
+        self._source.setstate((3, (*state, 624), None))
+        self._known = array.array("d")
+
+    def __getitem__(self, place: int) -> float:
+        bits = self._source.getrandbits
+        while len(self._known) <= place:
+            low, high = bits(32), bits(32)
+            self._known.append((high * 2.0**32 + low) / 2.0**64)
+        return self._known[place]
+
+
+class Mixture:
+    """How much the parts of the mixture have explained: the one without the number first."""
+
+    def __init__(self) -> None:
+        self._counts = [_PRIOR] * (1 + len(_NOISE))
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """They add up to 1."""
+        total = sum(self._counts)
+        return [count / total for count in self._counts]
+
+    def learn(self, probabilities: Sequence[float]) -> None:
+        """A token was drawn to which the parts gave these probabilities."""
+        weights = [share * max(prob, _LEAST) for share, prob in zip(self.shares, probabilities, strict=True)]
+        total = sum(weights)
+        self._counts = [count * _KEEPS + weight / total for count, weight in zip(self._counts, weights, strict=True)]
+
+
+class Foresight:
+    """Of one request: what its seed says of the candidates of a drafter."""
+
+    def __init__(self, drawing: Drawing, mixture: Mixture) -> None:
+        """`mixture`: what is known from other requests whose candidates are in the same order; it is added to."""
+        self._drawing = drawing
+        self._mixture = mixture
+        self._numbers = RandomNumbers(drawing.seed)
+
+    def candidates(self, row: RowLogits, place: int) -> Candidates:
+        """The most probable tokens that the target may draw after a row, with their probabilities. `place`: random
+        numbers that are taken before."""
+        tokens, parts = self._parts(row, place)
+        shares = self._mixture.shares
+        probabilities = [min(sum(map(operator.mul, shares, probs)), 1.0) for probs in zip(*parts, strict=True)]
+        found = sorted(zip(tokens, probabilities, strict=True), key=lambda one: -one[1])
+        return tuple(found[:_MOST_NAMED])
+
+    def learn(self, row: RowLogits, place: int, token: int) -> None:
+        """The target drew this token."""
+        tokens, parts = self._parts(row, place)
+        if token in tokens:
+            at = tokens.index(token)
+            self._mixture.learn([probs[at] for probs in parts])
+        else:
+            self._mixture.learn([1 - sum(probs) for probs in parts])
+
+    def _parts(self, row: RowLogits, place: int) -> tuple[Sequence[int], list[Sequence[float]]]:
+        """The candidates, and their probabilities by each part of the mixture."""
+        tokens, probs, below = self._drawing_order(row)
+        number = self._numbers[place]
+        borders = [(start - number, start + prob - number) for start, prob in zip(below, probs, strict=True)]
+        return tokens, [
+            probs,
+            *(
+                [(_logistic(end / noise) - _logistic(start / noise)) / whole for start, end in borders]
+                for noise in _NOISE
+                for whole in (_logistic((1 - number) / noise) - _logistic(-number / noise),)
+            ),
+        ]
+
+    def _drawing_order(self, row: RowLogits) -> tuple[Sequence[int], Sequence[float], Sequence[float]]:
+        """What the samplers leave of the candidates: tokens, probabilities, and how probable those before each are."""
+        assert row.ids is not None
+        if row.below:
+            temp = self._drawing.temp
+            return row.ids, [math.exp(logit / temp - row.log_sum_exp) for logit in row.logits], row.below
+        tokens = list(row.ids)
+        weights = [math.exp(logit - row.logits[0]) for logit in row.logits]
+        rest = max(math.exp(row.log_sum_exp - row.logits[0]) - sum(weights), 0.0)  # of tokens that are not known
+        for sampler, value in self._drawing.samplers:
+            n = len(weights)
+            match sampler:
+                case "top_k":
+                    n = min(n, int(value))
+                    rest = rest if n < value else 0.0
+                case "top_p":
+                    most = value * (sum(weights) + rest)
+                    n = next((i for i, total in enumerate(itertools.accumulate(weights), 1) if total >= most), n)
+                case "min_p":
+                    n = sum(weight >= value * weights[0] for weight in weights)
+                case "temperature":
+                    power = 1 / value
+                    rest *= weights[-1] ** (power - 1)  # as if each of the rest were as probable as the last one
+                    weights = [weight**power for weight in weights]
+            if n < len(weights):
+                tokens, weights, rest = tokens[:n], weights[:n], 0.0
+        if not self._drawing.is_sorted:
+            order = sorted(range(len(tokens)), key=tokens.__getitem__)
+            tokens, weights = [tokens[i] for i in order], [weights[i] for i in order]
+        total = sum(weights) + rest
+        probs = [weight / total for weight in weights]
+        return tokens, probs, [0.0, *itertools.accumulate(probs[:-1])]
+
+
+def _logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -500 else 0.0
