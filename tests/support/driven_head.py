@@ -21,6 +21,7 @@ from support.drafter_driver import DrafterDriver
 from support.fake_drafts import FakeDraftModel
 from support.fake_model import FakeModel, Tokens
 from support.fake_pipeline import FakePipeline
+from support.requests import DRAWN
 
 HORIZON = 8
 MODES = (
@@ -50,7 +51,7 @@ class Target:
         self.text[request], self.n_prompt[request] = prompt, len(prompt)
         begin = BeginDrafting(
             request=request, prompt=prompt, n_left=40, look_ahead=look_ahead, ends=frozenset(), banned=(),
-            speculation=speculation,
+            speculation=speculation, drawing=DRAWN if request % 2 else None,
         )  # fmt: skip
         self.messages.append(begin)
         for at in range(n_cached, len(prompt), 3):
@@ -71,7 +72,8 @@ class Target:
         sampled_from = tuple(self.rows[request, first + i - 1] for i in range(len(tokens)))
         self.text[request] += tokens
         epoch = len(self.text[request]) - self.n_prompt[request]
-        self.messages.append(Accepted(request, epoch, tokens, look_ahead, rows=sampled_from))
+        n_drawn = epoch + epoch // 5  # now and then, a token does not fit a grammar
+        self.messages.append(Accepted(request, epoch, tokens, look_ahead, rows=sampled_from, n_drawn=n_drawn))
         self.run(request, range(len(self.text[request]) - 1, len(self.text[request])))
 
 

@@ -21,6 +21,7 @@ from ggpipe.core.draft_messages import (
 )
 from ggpipe.core.drafters.base import DraftEvent, DraftPipeline
 from ggpipe.core.drafters.draft_model import DraftModel
+from ggpipe.core.drafters.foresight import N_CANDIDATES
 from ggpipe.core.drafters.ngram import Ngrams
 from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run
 from ggpipe.core.request import Limits
@@ -141,9 +142,12 @@ class RealDraft(DrafterDriver):
             assert 0 < expansion.n <= most
             path = text if expansion.parent == ROOT else self.paths[batch.request, expansion.parent]
             assert path[: len(text)] == text, "a draft token that is known to be rejected"
-            assert [token for token, _ in expansion.candidates] == [
-                token for token, _ in self.model.candidates(path, len(expansion.candidates))
-            ]
+            tokens = [token for token, _ in expansion.candidates]
+            if self.begun[batch.request].drawing is None or not speculation.is_best_first:
+                assert tokens == [token for token, _ in self.model.candidates(path, len(tokens))]
+            else:  # in the order that their random number gives them
+                best = dict(self.model.candidates(path, N_CANDIDATES))
+                assert len(set(tokens).intersection(best)) == len(tokens)
             for i, (token, _) in enumerate(expansion.candidates[: expansion.n]):
                 self.paths[batch.request, expansion.first + i] = (*path, token)
         named = [(number, path) for (request, number), path in self.paths.items() if request == batch.request]

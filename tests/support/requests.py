@@ -11,11 +11,14 @@ import msgspec
 from ggpipe.config.embeddings import Pooling
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
+from ggpipe.core.draft_messages import Drawing
 from ggpipe.core.prompt import RequestPrompt
 from ggpipe.core.request import Request
 from ggpipe.core.request_spec import RequestSpec
 
 ITERATIVE = SpeculationConfig(mode="iterative")
+DRAWN = Drawing(seed=7, samplers=(("top_k", 40.0), ("min_p", 0.05), ("temperature", 0.8)))
+"""How the tokens of a request are drawn that is not greedy."""
 _REMEMBERING = SamplingConfig(mirostat=2)
 
 
