@@ -210,17 +210,21 @@ def together(
 
 
 def _form(logits_request: LogitsRequest, n_tokens: int) -> struct.Struct:
-    """The layout of a part's message about a row: logits; or ids, logits and the log-sum-exp."""
+    """The layout of a part's message about a row: logits; or ids, logits, where they are wanted the shares of smaller
+    ids, and the log-sum-exp."""
     n = min(logits_request.n, n_tokens)
-    return struct.Struct(f"={n_tokens}f" if logits_request.kind is LogitsKind.FULL else f"={n}i{n}fd")
+    n_below = n if logits_request.temp > 0 else 0
+    return struct.Struct(f"={n_tokens}f" if logits_request.kind is LogitsKind.FULL else f"={n}i{n}f{n_below}fd")
 
 
 def _packed(row: RowLogits, logits_request: LogitsRequest, n_tokens: int) -> bytes:
     if row.ids is None:
         return bytes(row.logits.tobytes())
     missing = min(logits_request.n, n_tokens) - len(row.ids)  # banned
+    nothing = (0.0,) * missing
+    below = (*row.below, *nothing) if logits_request.temp > 0 else ()
     return _form(logits_request, n_tokens).pack(
-        *row.ids, *(_NO_TOKEN,) * missing, *row.logits, *(0.0,) * missing, row.log_sum_exp
+        *row.ids, *(_NO_TOKEN,) * missing, *row.logits, *nothing, *below, row.log_sum_exp
     )
 
 
@@ -229,8 +233,10 @@ def _unpacked(number: int, message: bytearray, at: int, logits_request: LogitsRe
     if logits_request.kind is LogitsKind.FULL:
         return RowLogits(number, None, np.frombuffer(message, np.float32, n_tokens, at), 0.0)
     *values, log_sum_exp = form.unpack_from(message, at)
-    ids = tuple(id for id in values[: len(values) // 2] if id != _NO_TOKEN)
-    return RowLogits(number, ids, tuple(values[len(values) // 2 :][: len(ids)]), log_sum_exp)
+    n = min(logits_request.n, n_tokens)
+    ids = tuple(id for id in values[:n] if id != _NO_TOKEN)
+    logits, below = tuple(values[n : n + len(ids)]), tuple(values[2 * n : 2 * n + len(ids)])
+    return RowLogits(number, ids, logits, log_sum_exp, below=below)
 
 
 def _merged(parts: Sequence[RowLogits], logits_request: LogitsRequest) -> RowLogits:
@@ -239,11 +245,18 @@ def _merged(parts: Sequence[RowLogits], logits_request: LogitsRequest) -> RowLog
         return RowLogits(parts[0].row, None, np.concatenate([part.logits for part in parts]), 0.0)
     all_of_them = [pair for part in parts for pair in zip(part.ids or (), part.logits, strict=True)]
     best = sorted(all_of_them, key=lambda pair: (-pair[1], pair[0]))[: logits_request.n]
-    log_sum_exp = math.nan
-    if logits_request.sums and logits_request.n > 1 and best:
-        greatest = best[0][1]
-        log_sum_exp = greatest + math.log(sum(math.exp(part.log_sum_exp - greatest) for part in parts if part.ids))
-    return RowLogits(parts[0].row, tuple(id for id, _ in best), tuple(logit for _, logit in best), log_sum_exp)
+    ids, logits = tuple(id for id, _ in best), tuple(logit for _, logit in best)
+    if not (logits_request.sums and logits_request.n > 1 and best):
+        return RowLogits(parts[0].row, ids, logits, math.nan)
+    with_tokens = [part for part in parts if part.ids]
+    greatest = max(part.log_sum_exp for part in with_tokens)
+    log_sum_exp = greatest + math.log(sum(math.exp(part.log_sum_exp - greatest) for part in with_tokens))
+    found, before = dict[int, float](), 0.0
+    for part in with_tokens if logits_request.temp > 0 else ():
+        share = math.exp(part.log_sum_exp - log_sum_exp)
+        found |= {id: before + share * below for id, below in zip(part.ids or (), part.below, strict=True)}
+        before += share
+    return RowLogits(parts[0].row, ids, logits, log_sum_exp, below=tuple(found[id] for id in ids) if found else ())
 
 
 def _address(message: bytes | bytearray) -> int:

@@ -77,9 +77,9 @@ SETTINGS = {
     "async, seed not used": SpeculationConfig(),
 }
 SEED_NOT_USED = "async, seed not used"
-"""Draft models are not told how tokens are drawn."""
+"""Draft models are not told how tokens are drawn. Pauses last, so it is measured alone, beside `iterative`."""
 SAMPLINGS = {
-    "greedy": None,
+    "greedy": SamplingConfig(temp=0),
     "default": SamplingConfig(),
     "all-tokens": SamplingConfig(temp=1, top_k=0, top_p=1, min_p=0),
 }
@@ -140,7 +140,8 @@ def sleep_instead(agreement: float) -> None:
 def settings_named(names: list[str]) -> dict[str, SpeculationConfig]:
     """Those with one of these names, or whose names contain one that is no setting's name; all for none."""
     whole, parts = {name for name in names if name in SETTINGS}, [name for name in names if name not in SETTINGS]
-    wanted = SETTINGS if not names else [key for key in SETTINGS if key in whole or any(part in key for part in parts)]
+    usual = [key for key in SETTINGS if key != SEED_NOT_USED]
+    wanted = [key for key in SETTINGS if key in whole or any(part in key for part in parts)] if names else usual
     return {key: SETTINGS[key] for key in wanted}
 
 
@@ -243,10 +244,8 @@ def job(args: argparse.Namespace) -> int:
             for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
                 stats = RequestStats()
                 prompt, grammar = prompt_of(session, i, args.texts, quoted)
-                request = greedy(prompt, args.n, speculation, grammar=grammar)
-                if drawn := SAMPLINGS[args.sampling]:
-                    sampling = dataclasses.replace(drawn, seed=i, ignore_eos=True, grammar=grammar)
-                    request = structs.replace(request, sampling=sampling)
+                sampling = dataclasses.replace(SAMPLINGS[args.sampling], seed=i, ignore_eos=True, grammar=grammar)
+                request = structs.replace(greedy(prompt, args.n, speculation), sampling=sampling)
                 knows = drawing if name != SEED_NOT_USED else property(lambda _: None)
                 setattr(ActiveRequest, "drawing", knows)  # noqa: B010
                 tokens = [t.id for t in session.stream(request, stats)]
@@ -334,15 +333,11 @@ def main() -> int:
     parser.add_argument("--pair", type=Path, nargs=2, help="a pair to use instead")
     parser.add_argument("--inflated", action="store_true", help="only the inflated bundled pair")
     parser.add_argument("--experts", action="store_true", help="only the inflated mixture of experts")
-    parser.add_argument(
-        "--quotes", action="store_true", help="only the inflated bundled pair, whose output copies the prompt"
-    )
+    parser.add_argument("--quotes", action="store_true", help="only the inflated pair, whose output copies the prompt")
     parser.add_argument(
         "--sampling", choices=SAMPLINGS, default="greedy", help="how the inflated pairs' tokens are drawn"
     )
-    parser.add_argument(
-        "--draft-as", metavar="TYPE", help="draft with the bundled target instead, in this type: nearly as the target"
-    )
+    parser.add_argument("--draft-as", metavar="TYPE", help="draft with the bundled target, quantized to this type")
     parser.add_argument("--never-right", action="store_true", help="make the draft of the inflated pairs always wrong")
     parser.add_argument("--guest", action="store_true", help="beside a process at nice 15 that computes all the time")
     parser.add_argument("--runs", action="store_true", help="also show runs by their rows")

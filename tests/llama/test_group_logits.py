@@ -29,6 +29,8 @@ WANTS = (
     LogitsRequest(LogitsKind.FULL, banned=(3,)),
     LogitsRequest(LogitsKind.TOP, N_VOCAB, banned=tuple(range(1, N_VOCAB))),
     LogitsRequest(LogitsKind.TOP, 3, banned=tuple(range(20))),
+    LogitsRequest(LogitsKind.TOP, 5, temp=0.7),
+    LogitsRequest(LogitsKind.TOP, 50, banned=(0, 7, 8, 63), temp=1.3),
 )
 
 
@@ -38,9 +40,12 @@ def best(logits: Sequence[float], want: LogitsRequest, first: int = 0, end: int 
     if want.kind is LogitsKind.FULL:
         return RowLogits(7, None, np.array([known.get(id, -np.inf) for id in range(first, end)], np.float32), 0.0)
     ids = sorted(known, key=lambda id: (-known[id], id))[: want.n]
-    total = sum(math.exp(x) for x in known.values())
+    shares = {id: math.exp(x / (want.temp or 1)) for id, x in known.items()}
+    total = sum(shares.values())
     log_sum_exp = math.log(total) if want.n > 1 and known else math.nan
-    return RowLogits(7, tuple(ids), tuple(known[id] for id in ids), log_sum_exp)
+    below = tuple(sum(share for other, share in shares.items() if other < id) / total for id in ids)
+    logits = tuple(known[id] for id in ids)
+    return RowLogits(7, tuple(ids), logits, log_sum_exp, below=below if want.temp else ())
 
 
 @pytest.mark.parametrize("columns", [(32, 32), (40, 0, 24), (1, 2, 61), (64, 0)], ids=str)
@@ -65,6 +70,7 @@ def test_logits_of_all_parts_with_ties(columns: tuple[int, ...]) -> None:
         assert (row.row, row.ids) == (7, expected.ids)
         assert list(row.logits) == list(expected.logits)
         assert row.log_sum_exp == pytest.approx(expected.log_sum_exp, rel=1e-12, nan_ok=True)
+        assert row.below == pytest.approx(expected.below, abs=1e-6)
 
 
 def test_the_best_of_a_models_logits(tmp_path: Path) -> None:
