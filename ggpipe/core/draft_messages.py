@@ -95,14 +95,14 @@ class Drawing(msgspec.Struct, frozen=True, kw_only=True):
         return any(name in ("top_k", "top_p") for name, _ in self.samplers)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether no token is removed."""
-        return all(name == "temperature" for name, _ in self.samplers)
-
-    @property
     def temp(self) -> float:
         """Temperature; above 0."""
         return math.prod(value for name, value in self.samplers if name == "temperature")
+
+    @property
+    def whole_temp(self) -> float:
+        """Temperature if no token is removed, for `LogitsRequest.temp`; otherwise 0."""
+        return self.temp if all(name == "temperature" for name, _ in self.samplers) else 0.0
 
 
 class BeginDrafting(msgspec.Struct, frozen=True, kw_only=True):

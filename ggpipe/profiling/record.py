@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from msgspec import structs
+
 from ggpipe.channel.client import EngineClient
 from ggpipe.cluster.recording import ModelName, RecordedPrompt, Recording
 from ggpipe.config.draft import DraftConfig
@@ -14,9 +16,10 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import Candidates, Vocabularies
+from ggpipe.core.draft_messages import Candidates, Drawing, Vocabularies
 from ggpipe.core.drafters.draft_state import candidates
-from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run
+from ggpipe.core.drafters.foresight import N_CANDIDATES, Foresight, Mixture
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import Interrupted, ModelError, Setting, UsageError
@@ -112,7 +115,10 @@ def record_draft(spec: RecordSpec, written: Sequence[WrittenText], seed: int, pa
     prompts = []
     with DraftReader(spec.draft, n_tokens, threads, pair.vocabularies, pair.banned) as reader:
         for own in written:
-            trace = reader.read(own.prompt, own.text, spec.n_candidates)
+            foresight = None
+            if pair.drawing is not None:
+                foresight = Foresight(structs.replace(pair.drawing, seed=seed), Mixture())
+            trace = reader.read(own.prompt, own.text, spec.n_candidates, foresight)
             prompts.append(
                 RecordedPrompt(
                     name=own.name, prompt=own.prompt, text=own.text, candidates=trace.candidates,
@@ -142,6 +148,8 @@ class Pair:
     vocabularies: Vocabularies
     banned: tuple[int, ...]
     """Tokens that the target never samples."""
+    drawing: Drawing | None = None
+    """How tokens are drawn, but for the seed, as in `Request`."""
 
 
 def check_pair(target: ModelConfig, draft: ModelConfig, sampling: SamplingConfig) -> Pair:
@@ -156,7 +164,7 @@ def check_pair(target: ModelConfig, draft: ModelConfig, sampling: SamplingConfig
             if not able:
                 raise ModelError(Setting(field), " cannot roll back its KV state, so it cannot be used for speculation")
         with contextlib.closing(Sampler(sampling, target_vocab, _ANY_CONTEXT)) as sampler:
-            return Pair(vocabularies=vocabularies, banned=sampler.banned)
+            return Pair(vocabularies=vocabularies, banned=sampler.banned, drawing=sampler.drawing)
     finally:
         target_vocab.close()
 
@@ -182,10 +190,15 @@ class DraftReader:
         self._banned = (*banned, *vocabularies.only_draft)
         self._run_ids = itertools.count(1)
 
-    def read(self, prompt: tuple[int, ...], text: tuple[int, ...], n_candidates: int) -> DraftTrace:
-        """The draft's candidates at each token of an output."""
+    def read(
+        self, prompt: tuple[int, ...], text: tuple[int, ...], n_candidates: int, foresight: Foresight | None = None
+    ) -> DraftTrace:
+        """The draft's candidates at each token of an output. `foresight`: what the draft knows of the draws."""
         self._stage.forget_all()
         logits_request = LogitsRequest(LogitsKind.TOP, n_candidates, self._banned)
+        if foresight is not None:
+            n, temp = max(n_candidates, N_CANDIDATES), foresight.drawing.whole_temp
+            logits_request = LogitsRequest(LogitsKind.TOP, n, self._banned, temp=temp)
         tokens = [self._vocabularies.for_draft(token) for token in (*prompt, *text)]
         n_prompt, n_read = len(prompt), len(tokens) - 1
         rows = [
@@ -194,7 +207,11 @@ class DraftReader:
         ]
         on_text: list[Candidates] = []
         for chunk in _chunks(rows, self._n_rows):
-            on_text += self._decode(chunk, (), logits_request)
+            for row in self._decode(chunk, (), logits_request):
+                place = len(on_text)
+                on_text.append(_candidates(row, place, n_candidates, foresight))
+                if foresight is not None:
+                    foresight.learn(row, place, text[place])
         rejected = [
             Row(
                 token=next(t for t, _ in best if t != token),
@@ -208,12 +225,13 @@ class DraftReader:
         after_rejection: list[Candidates] = []
         for chunk in _chunks(rejected, min(_N_BRANCHES, self._n_rows)):
             ops = [op for row in chunk for op in _branch(row.seqs[0], row.pos)]
-            after_rejection += self._decode(chunk, tuple(ops), logits_request)
+            for row in self._decode(chunk, tuple(ops), logits_request):
+                after_rejection.append(_candidates(row, len(after_rejection) + 1, n_candidates, foresight))
         return DraftTrace(tuple(on_text), tuple(after_rejection))
 
-    def _decode(self, rows: Sequence[Row], ops: tuple[KvOp, ...], logits_request: LogitsRequest) -> list[Candidates]:
+    def _decode(self, rows: Sequence[Row], ops: tuple[KvOp, ...], logits_request: LogitsRequest) -> Sequence[RowLogits]:
         run = Run(id=next(self._run_ids), rows=tuple(rows), ops=ops, logits_requests=(logits_request,))
-        return [candidates(row) for row in self._stage.decode(run, None).rows]
+        return self._stage.decode(run, None).rows
 
     def close(self) -> None:
         """Free the model. A second call does nothing."""
@@ -224,6 +242,10 @@ class DraftReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _candidates(row: RowLogits, place: int, n: int, foresight: Foresight | None) -> Candidates:
+    return candidates(row) if foresight is None else foresight.candidates(row, place, n)
 
 
 def _branch(seq: int, end: int) -> tuple[KvOp, KvOp]:

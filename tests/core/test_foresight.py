@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from support.draft_steps import Draft
 
 from ggpipe.core.draft_messages import Drawing
-from ggpipe.core.drafters.foresight import Mixture, RandomNumbers
+from ggpipe.core.drafters.foresight import Foresight, Mixture, RandomNumbers
+from ggpipe.core.messages import RowLogits
 
 SORTED = (("top_k", 40.0), ("temperature", 1.0))
 BY_ID = (("min_p", 0.01), ("temperature", 1.0))
@@ -95,6 +97,23 @@ def test_where_trees_grow_by_thresholds_numbers_are_not_used(settings: dict[str,
     draft.begin(drawing=Drawing(seed=seed_of(THIRD), samplers=SORTED), **settings)
     draft.answer(LIKELY)
     assert [token for *_, token in draft.take_draft_tokens()][:1] == [5]
+
+
+def test_logits_of_any_size() -> None:
+    for logits in ((900.0, 0.0, -900.0), (0.0, -math.inf), (1e30, 1e30), (5.0,)):
+        for temp in (1e-3, 0.5, 2.0, 1e3):
+            drawing = Drawing(seed=1, samplers=(("top_k", 40.0), ("temperature", temp)))
+            row = RowLogits(0, tuple(range(len(logits))), logits, max(logits) + 1e-9)
+            found = Foresight(drawing, Mixture()).candidates(row, 0)
+            assert len(found) == len(logits)
+            assert all(0 <= prob <= 1 for _, prob in found)
+
+
+def test_what_samplers_remove_may_still_be_drawn() -> None:
+    """The target's probabilities are not the draft model's."""
+    draft = begun([FIRST], (("top_k", 1.0), ("temperature", 1.0)))
+    draft.answer(LIKELY)
+    assert {token for *_, token in draft.take_draft_tokens()} == set(LIKELY)
 
 
 def test_what_explains_more_counts_more() -> None:

@@ -55,7 +55,7 @@ def sampled(row: Logits, sampler: Sampler) -> int:
 
 def drafted(row: Logits, drawing: Drawing) -> RowLogits:
     """What a draft model answers."""
-    return best_of(0, row, LogitsRequest(LogitsKind.TOP, N_CANDIDATES, temp=drawing.temp if drawing.is_whole else 0.0))
+    return best_of(0, row, LogitsRequest(LogitsKind.TOP, N_CANDIDATES, temp=drawing.whole_temp))
 
 
 def rows(vocab: Vocab, noise: float) -> Iterator[tuple[Logits, Logits]]:

@@ -329,7 +329,7 @@ class DraftModel:
         n, temp = max(n, state.begin.speculation.n_parallel), 0.0
         if state.foresight is not None and state.begin.drawing is not None:
             n = max(n, N_CANDIDATES)
-            temp = state.begin.drawing.temp if state.begin.drawing.is_whole else 0.0
+            temp = state.begin.drawing.whole_temp
         return LogitsRequest(LogitsKind.TOP, n, (*state.begin.banned, *only_draft), temp=temp)
 
     def _readable(self, token: int) -> int:

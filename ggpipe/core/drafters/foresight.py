@@ -35,6 +35,7 @@ _KEEPS = 1 - 1 / 128
 _PRIOR = 4.0
 """Tokens: as much counts each part of the mixture at first."""
 _LEAST = 1e-6
+_NOTHING = 0.0, 0.0
 _WORDS = 624
 """Of the state of `std::mt19937`."""
 
@@ -94,18 +95,18 @@ class Foresight:
 
     def __init__(self, drawing: Drawing, mixture: Mixture) -> None:
         """`mixture`: what is known from other requests whose candidates are in the same order; it is added to."""
-        self._drawing = drawing
+        self.drawing = drawing
         self._mixture = mixture
         self._numbers = RandomNumbers(drawing.seed)
 
-    def candidates(self, row: RowLogits, place: int) -> Candidates:
-        """The most probable tokens that the target may draw after a row, with their probabilities. `place`: random
+    def candidates(self, row: RowLogits, place: int, n: int = _MOST_NAMED) -> Candidates:
+        """The `n` most probable tokens that the target may draw after a row, with their probabilities. `place`: random
         numbers that are taken before."""
         tokens, parts = self._parts(row, place)
         shares = self._mixture.shares
         probabilities = [min(sum(map(operator.mul, shares, probs)), 1.0) for probs in zip(*parts, strict=True)]
         found = sorted(zip(tokens, probabilities, strict=True), key=lambda one: -one[1])
-        return tuple(found[:_MOST_NAMED])
+        return tuple(found[:n])
 
     def learn(self, row: RowLogits, place: int, token: int) -> None:
         """The target drew this token."""
@@ -117,29 +118,30 @@ class Foresight:
             self._mixture.learn([1 - sum(probs) for probs in parts])
 
     def _parts(self, row: RowLogits, place: int) -> tuple[Sequence[int], list[Sequence[float]]]:
-        """The candidates, and their probabilities by each part of the mixture."""
-        tokens, probs, below = self._drawing_order(row)
-        number = self._numbers[place]
-        borders = [(start - number, start + prob - number) for start, prob in zip(below, probs, strict=True)]
-        return tokens, [
-            probs,
-            *(
-                [(_logistic(end / noise) - _logistic(start / noise)) / whole for start, end in borders]
-                for noise in _NOISE
-                for whole in (_logistic((1 - number) / noise) - _logistic(-number / noise),)
-            ),
-        ]
-
-    def _drawing_order(self, row: RowLogits) -> tuple[Sequence[int], Sequence[float], Sequence[float]]:
-        """What the samplers leave of the candidates: tokens, probabilities, and how probable those before each are."""
+        """The candidates, and their probabilities by each part of the mixture. What the samplers remove here, they may
+        leave of the target's, so the first part has it too."""
         assert row.ids is not None
-        if row.below:
-            temp = self._drawing.temp
-            return row.ids, [math.exp(logit / temp - row.log_sum_exp) for logit in row.logits], row.below
+        temp = self.drawing.temp if row.below else 1.0
+        plain = [math.exp(logit / temp - row.log_sum_exp) for logit in row.logits]
+        whole = zip(row.ids, zip(row.below, plain, strict=True), strict=True) if row.below else ()
+        left = dict(whole) or self._left(row)
+        number = self._numbers[place]
+        borders = [
+            (start - number, start + prob - number) for start, prob in (left.get(token, _NOTHING) for token in row.ids)
+        ]
+        parts: list[Sequence[float]] = [plain]
+        for noise in _NOISE:
+            total = _logistic((1 - number) / noise) - _logistic(-number / noise)
+            parts.append([(_logistic(end / noise) - _logistic(start / noise)) / total for start, end in borders])
+        return row.ids, parts
+
+    def _left(self, row: RowLogits) -> dict[int, tuple[float, float]]:
+        """What the samplers leave of the candidates: how probable those before each are, and itself."""
+        assert row.ids is not None
         tokens = list(row.ids)
         weights = [math.exp(logit - row.logits[0]) for logit in row.logits]
         rest = max(math.exp(row.log_sum_exp - row.logits[0]) - sum(weights), 0.0)  # of tokens that are not known
-        for sampler, value in self._drawing.samplers:
+        for sampler, value in self.drawing.samplers:
             n = len(weights)
             match sampler:
                 case "top_k":
@@ -152,16 +154,17 @@ class Foresight:
                     n = sum(weight >= value * weights[0] for weight in weights)
                 case "temperature":
                     power = 1 / value
-                    rest *= weights[-1] ** (power - 1)  # as if each of the rest were as probable as the last one
+                    if rest and weights[-1]:  # as if each of the rest were as probable as the last one
+                        rest *= weights[-1] ** (power - 1)
                     weights = [weight**power for weight in weights]
             if n < len(weights):
                 tokens, weights, rest = tokens[:n], weights[:n], 0.0
-        if not self._drawing.is_sorted:
+        if not self.drawing.is_sorted:
             order = sorted(range(len(tokens)), key=tokens.__getitem__)
             tokens, weights = [tokens[i] for i in order], [weights[i] for i in order]
         total = sum(weights) + rest
         probs = [weight / total for weight in weights]
-        return tokens, probs, [0.0, *itertools.accumulate(probs[:-1])]
+        return dict(zip(tokens, zip([0.0, *itertools.accumulate(probs[:-1])], probs, strict=True), strict=True))
 
 
 def _logistic(x: float) -> float:
