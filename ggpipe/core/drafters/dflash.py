@@ -38,7 +38,7 @@ class _BlockState(HeadState):
     block: dict[int, Candidates] = field(default_factory=dict)
     """Candidates by the position of the token that they follow, the root or later."""
     rows: dict[int, RowLogits] = field(default_factory=dict)
-    """What the block's candidates come from."""
+    """The block's logits, by the same positions."""
 
     @property
     def block_size(self) -> int:

@@ -48,7 +48,7 @@ class DraftModel:
         self._cost = RunCost()
         """Times of runs of draft tokens."""
         self._mixtures = {is_sorted: Mixture() for is_sorted in (False, True)}
-        """What was learned of drawn tokens, by whether candidates are sorted."""
+        """For foresight, by whether the samplers sort the candidates."""
         self._attempt_s = 0.0
         """Time of the latest run of draft tokens, in seconds."""
 

@@ -56,11 +56,11 @@ class DraftState:
     calibration: Calibration = field(default_factory=Calibration)
     """How often candidates turned out right, those included that did not become draft tokens."""
     foresight: Foresight | None = None
-    """What the seed says of the candidates; None: nothing."""
+    """Predicts draws; None: tokens are not drawn, or trees grow by thresholds."""
     n_drawn: int = 0
     """Random numbers that were taken for the text."""
     knows_numbers: bool = True
-    """Which of them selected each token that is being accepted."""
+    """It is known which of them selected each token that is being accepted."""
     has_shared: bool = False
     """Draft tokens of other drafters were taken in."""
     next_number: int = ROOT + 1

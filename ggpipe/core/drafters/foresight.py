@@ -1,4 +1,4 @@
-"""What a request's seed says of tokens that are not drawn yet.
+"""Draft models foresee draws: the seed tells which random numbers select the next tokens.
 
 llama.cpp draws a token by adding up the probabilities of the candidates, in their order, until they reach a random
 number. The seed decides all of these numbers in advance, and the text stays the target's. So a drafter that knows the
@@ -72,7 +72,7 @@ def _tempered(word: int) -> int:
 
 
 class Mixture:
-    """How much the parts of the mixture have explained: the one without the number first."""
+    """Shares of the parts, by how well each has predicted the drawn tokens; the one without the number comes first."""
 
     def __init__(self) -> None:
         self._counts = [_PRIOR] * (1 + len(_NOISE))
@@ -91,10 +91,10 @@ class Mixture:
 
 
 class Foresight:
-    """Of one request: what its seed says of the candidates of a drafter."""
+    """Predicts the draws of one request from its seed and a drafter's candidates."""
 
     def __init__(self, drawing: Drawing, mixture: Mixture) -> None:
-        """`mixture`: what is known from other requests whose candidates are in the same order; it is added to."""
+        """`mixture`: shared with other requests whose candidates are in the same kind of order; it learns from all."""
         self.drawing = drawing
         self._mixture = mixture
         self._numbers = RandomNumbers(drawing.seed)
@@ -118,8 +118,8 @@ class Foresight:
             self._mixture.learn([1 - sum(probs) for probs in parts])
 
     def _parts(self, row: RowLogits, place: int) -> tuple[Sequence[int], list[Sequence[float]]]:
-        """The candidates, and their probabilities by each part of the mixture. What the samplers remove here, they may
-        leave of the target's, so the first part has it too."""
+        """The candidates, and their probabilities in each part of the mixture. Tokens that the samplers remove here may
+        remain in the target's row, so the first part has them too."""
         assert row.ids is not None
         temp = self.drawing.temp if row.below else 1.0
         plain = [math.exp(logit / temp - row.log_sum_exp) for logit in row.logits]
@@ -136,7 +136,7 @@ class Foresight:
         return row.ids, parts
 
     def _left(self, row: RowLogits) -> dict[int, tuple[float, float]]:
-        """What the samplers leave of the candidates: how probable those before each are, and itself."""
+        """The candidates that the samplers leave, with the probability of all those before each, and its own."""
         assert row.ids is not None
         tokens = list(row.ids)
         weights = [math.exp(logit - row.logits[0]) for logit in row.logits]
