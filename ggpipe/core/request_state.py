@@ -354,8 +354,8 @@ class RequestState(SequenceState):
         return (node for node in self.tree.best_first() if node.pos <= deepest)
 
     def accept(self, token: int, n_draws: int = 1) -> list[Node]:
-        """The target's next token is known: it becomes the root. `n_draws`: random numbers that drawing it took. Returns
-        the nodes that died of it."""
+        """The target's next token is known: it becomes the root. `n_draws`: random numbers that it took. Returns the
+        nodes that died of it."""
         self.output.append(token)
         self.n_drawn += n_draws
         if (logits := self.tree.root.logits) is not None:
