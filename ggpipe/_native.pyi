@@ -33,17 +33,17 @@ def kernel_names(type: int, is_repacked: bool, features: Sequence[str]) -> tuple
     of a ggml type, and for attention. Empty: ggml's own. Raises RuntimeError.
     """
 
-def attend(*, queries: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], keys: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], mask: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], sinks: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, n_threads: int = 1, fast: bool = True) -> list[float]:
+def attend(*, queries: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], keys: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], types: tuple[int, int], mask: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], sinks: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None, max_bias: float = 0, softcap: float = 0, n_threads: int = 1, fast: bool = True) -> list[float]:
     """
     One flash attention alone, as a stage computes it, for tests: f32 queries (rows, heads, width), keys and values (cells,
-    KV heads, width) and mask (rows, cells) as the bits of f16 numbers, and an f32 sink of each head. Returns (rows, heads,
-    width). fast: with our own kernel. Raises RuntimeError.
+    KV heads, bytes) of ggml types, a mask (rows, cells) as the bits of f16 numbers, an f32 sink of each head, and ALiBi's
+    bias and the cap of scores (0: none). Returns (rows, heads, width). fast: with our own kernel. Raises RuntimeError.
     """
 
-def time_attention(*, width: int, n_heads: tuple[int, int], n_rows: int, n_cells: int, n_threads: int, n_rounds: int) -> list[tuple[float, float]]:
+def time_attention(*, width: int, n_heads: tuple[int, int], n_rows: int, n_cells: int, type: int, n_threads: int, n_rounds: int) -> list[tuple[float, float]]:
     """
     Seconds of one flash attention in each round, with ggml's kernel and with our own. n_heads: of queries, and of keys and
-    values. Raises RuntimeError.
+    values, which have a ggml type. Raises RuntimeError.
     """
 
 class GrammarGuard:

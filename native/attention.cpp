@@ -35,11 +35,22 @@ int64_t end_of_block(const ggml_tensor * node, int64_t row) {
         int32_t n_seen = 0, n_other = 0;  // 64 bits halve the lanes of a vector
         for (int64_t c = 0; c < n_cells; c++) {
             n_seen += mask[c] != kHidden;
-            n_other += mask[c] != before[c];
+            n_other += (mask[c] == kHidden) != (before[c] == kHidden);
         }
         if (n_other > n_seen / 4 + kTile) break;
     }
     return end;
+}
+
+// Whether rows of these cells can be read.
+bool has_cells(const ggml_tensor * t) {
+    switch (t->type) {
+#define GGPIPE_CASE(TYPE) case GGML_TYPE_##TYPE:
+        GGPIPE_CELLS(GGPIPE_CASE)
+#undef GGPIPE_CASE
+            return t->nb[0] == ggml_type_size(t->type);
+        default: return false;
+    }
 }
 
 // For each cell, 0 or 1: whether any row of a block sees it, and whether all do.
@@ -104,10 +115,8 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
 bool can_attend(const ggml_tensor * node) {
     if (!kernel || node->op != GGML_OP_FLASH_ATTN_EXT || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
     const ggml_tensor * q = node->src[0], * k = node->src[1], * v = node->src[2], * mask = node->src[3];
-    const float * params = (const float *) node->op_params;  // scale, ALiBi's slope, softcap
-    return q->type == GGML_TYPE_F32 && k->type == GGML_TYPE_F16 && v->type == GGML_TYPE_F16 && mask && mask->ne[2] == 1 &&
-           q->ne[3] == 1 && k->ne[2] == v->ne[2] && k->nb[0] == 2 && v->nb[0] == 2 &&
-           std::max(k->ne[0], v->ne[0]) <= kMaxWidth && params[1] == 0 && params[2] == 0;
+    return q->type == GGML_TYPE_F32 && has_cells(k) && has_cells(v) && mask && mask->ne[2] == 1 && q->ne[3] == 1 &&
+           k->ne[2] == v->ne[2] && std::max(k->ne[0], v->ne[0]) <= kMaxWidth;
 }
 
 }  // namespace ggpipe

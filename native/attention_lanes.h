@@ -8,6 +8,10 @@
 // between them, nor on where tiles end. For that, each cell's values are added in turn, and powers are of 2, relative to an
 // integer: when a higher score comes, all sums are scaled by a power of 2, which does not round.
 
+#include "vector_functions.h"
+
+#include "attention_cells.h"
+
 constexpr int kSums = 8;
 constexpr float kLowest = -1e30f;  // below any score; unlike infinity, it may be subtracted from itself
 
@@ -16,18 +20,6 @@ GGPIPE_TARGET GGPIPE_INLINE inline float power_of_2(float exponent) {  // of an 
     float power;
     memcpy(&power, &bits, sizeof power);
     return power;
-}
-
-// 2 to the (x - high) for scores of at most about `high`, an integer, with Cephes' polynomial.
-GGPIPE_TARGET GGPIPE_INLINE inline F powers_of_2(F x, F high) {
-    const F integer = rounded(x), r = x - integer, exponent = integer - high;
-    F p = multiply_add(r, all(1.535336188319500e-4f), all(1.339887440266574e-3f));
-    p = multiply_add(p, r, all(9.618437357674640e-3f));
-    p = multiply_add(p, r, all(5.550332471162809e-2f));
-    p = multiply_add(p, r, all(2.402264791363012e-1f));
-    p = multiply_add(p, r, all(6.931472028550421e-1f));
-    p = multiply_add(p, r, all(1.0f));
-    return scaled(p, exponent);
 }
 
 // Scores of L lanes at cells `first` to `end`, kSums / L at a time. Lanes are `n` vectors each.
@@ -108,7 +100,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline void weigh_all(F * results, int64_t n, const 
 class Attention {
    public:
     GGPIPE_TARGET Attention(const AttentionTask & t) : t_(t), keys_(t.node->src[1]), values_(t.node->src[2]) {
-        n_k_ = (keys_->ne[0] + kWidth - 1) / kWidth;
+        n_k_ = (key_columns(keys_) + kWidth - 1) / kWidth;
         n_v_ = (values_->ne[0] + kWidth - 1) / kWidth;
         const int64_t n_lanes = t.n_heads * t.n_lanes, n_tile = kTile * std::max(n_k_, n_v_);
         const size_t n_vectors = n_lanes * (n_k_ + n_v_ + 1) + n_tile;
@@ -122,7 +114,8 @@ class Attention {
 
     GGPIPE_TARGET void run() {
         begin();
-        const bool in_place = t_.n_lanes <= kInPlace && keys_->ne[0] % kWidth == 0 && values_->ne[0] % kWidth == 0;
+        const bool in_place = t_.n_lanes <= kInPlace && keys_->type == GGML_TYPE_F16 && values_->type == GGML_TYPE_F16 &&
+                              keys_->ne[0] % kWidth == 0 && values_->ne[0] % kWidth == 0;
         for (size_t at = 0; at < t_.cells.size(); at += kTile) {
             n_cells_ = std::min<size_t>(kTile, t_.cells.size() - at);
             cells_ = t_.cells.data() + at;
@@ -135,7 +128,7 @@ class Attention {
                     value_rows_[c] = row_of(values_, cell, h);
                 }
                 if (in_place) run_in_place(h, t_.cells.size() - at);
-                else run_packed(h);
+                else run_packed(h, t_.cells.size() - at);
             }
         }
         end();
@@ -144,19 +137,32 @@ class Attention {
    private:
     static constexpr int64_t kInPlace = 8;  // most lanes for which F16 cells are not widened once for all
 
-    GGPIPE_TARGET const uint16_t * row_of(const ggml_tensor * t, int64_t cell, int64_t head) const {
-        return (const uint16_t *) ((const char *) t->data + cell * t->nb[1] + (t_.first_head + head) * t->nb[2]);
+    GGPIPE_TARGET const uint8_t * row_of(const ggml_tensor * t, int64_t cell, int64_t head) const {
+        return (const uint8_t *) t->data + cell * t->nb[1] + (t_.first_head + head) * t->nb[2];
+    }
+    // Brings cell c's keys for the next head into the cache, or those of the next tile for the first one.
+    GGPIPE_TARGET GGPIPE_INLINE void fetch_next_key(int c, int64_t head, size_t n_left, size_t bytes) const {
+        if (head + 1 < t_.n_heads) fetch(key_rows_[c] + keys_->nb[2], bytes);
+        else if (size_t(c + kTile) < n_left) fetch(row_of(keys_, cells_[c + kTile], 0), bytes);
+    }
+    GGPIPE_TARGET GGPIPE_INLINE static void fetch(const uint8_t * row, size_t bytes) {
+        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
     }
 
     GGPIPE_TARGET void begin() {
         const ggml_tensor * q = t_.node->src[0], * sinks = t_.node->src[4];
-        const float log2_e = 1.44269504f, scale = ((const float *) t_.node->op_params)[kOwnParams] * log2_e;
+        const float * params = (const float *) t_.node->op_params + kOwnParams, log2_e = 1.44269504f;
+        max_bias_ = params[1];
+        cap_ = params[2] * log2_e;
+        const float scale = params[2] != 0 ? params[0] / params[2] : params[0] * log2_e;
         memset((void *) queries_, 0, (char *) tile_ - (char *) queries_);
         for (int64_t i = 0; i < t_.n_heads * t_.n_lanes; i++) {
             const int64_t head = t_.query_head(i / t_.n_lanes, i % t_.n_lanes), row = t_.row(i % t_.n_lanes);
             const float * from = (const float *) ((const char *) q->data + row * q->nb[1] + head * q->nb[2]);
             float * to = (float *) (queries_ + i * n_k_);
-            for (int64_t d = 0; d < keys_->ne[0]; d++) to[d] = from[d] * scale;
+            memcpy(to, from, keys_->ne[0] * sizeof(float));
+            round_for(keys_, queries_ + i * n_k_, n_k_);
+            for (int64_t d = 0; d < n_k_; d++) queries_[i * n_k_ + d] *= all(scale);
             const float sink = sinks ? ((const float *) sinks->data)[head] * log2_e : 0;
             high_[i] = sinks ? std::nearbyint(sink) : kLowest;
             totals_[i] = all(sinks ? std::exp2(sink - high_[i]) : 0);
@@ -175,12 +181,14 @@ class Attention {
     // Makes weights of a lane's scores at this tile.
     GGPIPE_TARGET GGPIPE_INLINE void make_weights(int64_t lane, int64_t i) {
         float * scores = scores_ + lane * kTile;
+        F * x = (F *) scores;
+        for (int c = 0; cap_ != 0 && c < kTile / kWidth; c++) x[c] = all(cap_) * tanh(x[c]);
+        if (max_bias_ > 0) add_bias(lane, i, scores);
         const uint16_t * mask = all_see_ ? nullptr : t_.mask(lane);
         for (int c = 0; mask && c < n_cells_; c++) {
             if (mask[cells_[c]] == kHidden) scores[c] = -INFINITY;
         }
         for (int c = n_cells_; c < kTile; c++) scores[c] = -INFINITY;
-        F * x = (F *) scores;
         F highest = x[0];
         for (int c = 1; c < kTile / kWidth; c++) highest = x[c] > highest ? x[c] : highest;
         const float high = std::nearbyint(maximum(highest));
@@ -191,6 +199,17 @@ class Attention {
             for (int64_t d = 0; d < n_v_; d++) results_[i * n_v_ + d] *= rescale;
         }
         for (int c = 0; c < kTile / kWidth; c++) x[c] = powers_of_2(x[c], all(high_[i]));
+    }
+
+    // ALiBi: the mask has distances, and each head a slope.
+    GGPIPE_TARGET __attribute__((noinline)) void add_bias(int64_t lane, int64_t i, float * scores) const {
+        const int64_t head = t_.query_head(i / t_.n_lanes, lane), n_heads = t_.node->src[0]->ne[2];
+        int64_t n = 1;
+        while (2 * n <= n_heads) n *= 2;
+        const float exponent = head < n ? -max_bias_ / n * (head + 1) : -max_bias_ / 2 / n * (2 * (head - n) + 1);
+        const float slope = std::exp2(exponent) * 1.44269504f;
+        const uint16_t * mask = t_.mask(lane);
+        for (int c = 0; c < n_cells_; c++) scores[c] += slope * _cvtsh_ss(mask[cells_[c]]);
     }
 
     // Calls compute(L, lane) for all lanes, L at a time.
@@ -222,45 +241,35 @@ class Attention {
 
     // Widens F16 cells as they are used. While keys are, the values come into the cache, and while these are, the next keys.
     GGPIPE_TARGET __attribute__((noinline)) void run_in_place(int64_t head, size_t n_left) {
-        const auto fetch = [](const uint16_t * row, int64_t n) GGPIPE_TARGET GGPIPE_INLINE {
-            for (int64_t i = 0; i < n * kWidth; i += 32) __builtin_prefetch(row + i, 0, 2);
+        const auto keys = [&](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE {
+            return widened((const uint16_t *) key_rows_[c] + d * kWidth);
         };
-        const auto keys = [&](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return widened(key_rows_[c] + d * kWidth); };
-        const auto values = [&](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return widened(value_rows_[c] + d * kWidth); };
+        const auto values = [&](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE {
+            return widened((const uint16_t *) value_rows_[c] + d * kWidth);
+        };
+        const size_t key_bytes = keys_->ne[0] * sizeof(uint16_t), value_bytes = values_->ne[0] * sizeof(uint16_t);
         for (int c = 0; c < n_cells_; c += kSums) {  // few cells for all lanes: those of one head often evict each other
-            for (int i = c; i < c + kSums; i++) fetch(value_rows_[i], n_v_);
+            for (int i = c; i < c + kSums; i++) fetch(value_rows_[i], value_bytes);
             add_scores(head, keys, c, c + kSums);
         }
         make_weights(head);
-        const bool is_last = head + 1 == t_.n_heads;
-        add_values(head, values, [&](int c) GGPIPE_TARGET GGPIPE_INLINE {
-            if (!is_last) fetch((const uint16_t *) ((const char *) key_rows_[c] + keys_->nb[2]), n_k_);
-            else if (size_t(c + kTile) < n_left) fetch(row_of(keys_, cells_[c + kTile], 0), n_k_);
-        });
+        add_values(head, values, [&](int c) GGPIPE_TARGET GGPIPE_INLINE { fetch_next_key(c, head, n_left, key_bytes); });
     }
 
     // Widens cells first, for all lanes.
-    GGPIPE_TARGET __attribute__((noinline)) void run_packed(int64_t head) {
+    GGPIPE_TARGET __attribute__((noinline)) void run_packed(int64_t head, size_t n_left) {
         const F * tile = tile_;
         const int64_t n_k = n_k_, n_v = n_v_;
         const auto keys = [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile[c * n_k + d]; };
         const auto values = [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile[c * n_v + d]; };
-        pack(key_rows_, keys_->ne[0], GGML_PAD(n_cells_, kSums));
+        const size_t key_bytes = ggml_row_size(keys_->type, keys_->ne[0]), value_bytes = ggml_row_size(values_->type, values_->ne[0]);
+        widen<true>(keys_, key_rows_, GGML_PAD(n_cells_, kSums), tile_, n_k,
+                    [&](int c) GGPIPE_TARGET GGPIPE_INLINE { fetch(value_rows_[c], value_bytes); });
         add_scores(head, keys, 0, n_cells_);
         make_weights(head);
-        pack(value_rows_, values_->ne[0], n_cells_);
+        widen<false>(values_, value_rows_, n_cells_, tile_, n_v,
+                     [&](int c) GGPIPE_TARGET GGPIPE_INLINE { fetch_next_key(c, head, n_left, key_bytes); });
         add_values(head, values, [](int) GGPIPE_TARGET GGPIPE_INLINE {});
-    }
-
-    GGPIPE_TARGET GGPIPE_INLINE void pack(const uint16_t * const * rows, int64_t width, int n_cells) {
-        const int64_t n_whole = width / kWidth, n = (width + kWidth - 1) / kWidth;
-        for (int c = 0; c < n_cells; c++) {
-            for (int64_t d = 0; d < n_whole; d++) tile_[c * n + d] = widened(rows[c] + d * kWidth);
-            if (n == n_whole) continue;
-            uint16_t rest[kWidth] = {};
-            memcpy(rest, rows[c] + n_whole * kWidth, (width - n_whole * kWidth) * sizeof(uint16_t));
-            tile_[c * n + n_whole] = widened(rest);
-        }
     }
 
     const AttentionTask & t_;
@@ -271,8 +280,9 @@ class Attention {
     F * tile_;                        // keys or values
     float * scores_;                  // of one head's lanes at a tile's cells, and their weights
     float * high_;                    // of each lane of each head: its highest score, rounded
+    float max_bias_, cap_;            // of ALiBi, and of scores; 0: none
     const int32_t * cells_;           // of this tile
     int n_cells_;
     bool all_see_;
-    const uint16_t * key_rows_[kTile], * value_rows_[kTile];
+    const uint8_t * key_rows_[kTile], * value_rows_[kTile];
 };

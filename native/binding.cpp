@@ -58,21 +58,26 @@ NB_MODULE(_native, m) {
     }, "type"_a, "is_repacked"_a, "features"_a,
           "Of our own kernels on a CPU with these features (avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16): for products with weights\n"
           "of a ggml type, and for attention. Empty: ggml's own. Raises RuntimeError.");
-    m.def("attend", [](const Array<float, 3> & queries, const Array<uint16_t, 3> & keys, const Array<uint16_t, 3> & values,
-                       const Array<uint16_t, 2> & mask, const std::optional<Array<float, 1>> & sinks, int n_threads, bool fast) {
-        const AttentionShape shape{int64_t(keys.shape(2)), int64_t(values.shape(2)), int64_t(queries.shape(1)), int64_t(keys.shape(1)),
-                                   int64_t(queries.shape(0)), int64_t(keys.shape(0)), sinks.has_value()};
+    m.def("attend", [](const Array<float, 3> & queries, const Array<uint8_t, 3> & keys, const Array<uint8_t, 3> & values,
+                       std::pair<int, int> types, const Array<uint16_t, 2> & mask, const std::optional<Array<float, 1>> & sinks,
+                       float max_bias, float softcap, int n_threads, bool fast) {
+        const ggml_type key_type = ggml_type(types.first), value_type = ggml_type(types.second);
+        const int64_t value_width = values.shape(2) / ggml_type_size(value_type) * ggml_blck_size(value_type);
+        const AttentionShape shape{int64_t(queries.shape(2)), value_width, int64_t(queries.shape(1)), int64_t(keys.shape(1)),
+                                   int64_t(queries.shape(0)), int64_t(keys.shape(0)), key_type, value_type, sinks.has_value(), max_bias, softcap};
         nb::gil_scoped_release release;
         return attend(shape, {queries.data(), keys.data(), values.data(), mask.data(), sinks ? sinks->data() : nullptr}, n_threads, fast);
-    }, nb::kw_only(), "queries"_a, "keys"_a, "values"_a, "mask"_a, "sinks"_a = nb::none(), "n_threads"_a = 1, "fast"_a = true,
+    }, nb::kw_only(), "queries"_a, "keys"_a, "values"_a, "types"_a, "mask"_a, "sinks"_a = nb::none(), "max_bias"_a = 0, "softcap"_a = 0,
+       "n_threads"_a = 1, "fast"_a = true,
        "One flash attention alone, as a stage computes it, for tests: f32 queries (rows, heads, width), keys and values (cells,\n"
-       "KV heads, width) and mask (rows, cells) as the bits of f16 numbers, and an f32 sink of each head. Returns (rows, heads,\n"
-       "width). fast: with our own kernel. Raises RuntimeError.");
-    m.def("time_attention", [](int64_t width, std::pair<int64_t, int64_t> n_heads, int64_t n_rows, int64_t n_cells, int n_threads, int n_rounds) {
-        return time_attention({width, width, n_heads.first, n_heads.second, n_rows, n_cells, false}, n_threads, n_rounds);
-    }, nb::kw_only(), "width"_a, "n_heads"_a, "n_rows"_a, "n_cells"_a, "n_threads"_a, "n_rounds"_a, released,
+       "KV heads, bytes) of ggml types, a mask (rows, cells) as the bits of f16 numbers, an f32 sink of each head, and ALiBi's\n"
+       "bias and the cap of scores (0: none). Returns (rows, heads, width). fast: with our own kernel. Raises RuntimeError.");
+    m.def("time_attention", [](int64_t width, std::pair<int64_t, int64_t> n_heads, int64_t n_rows, int64_t n_cells, int type, int n_threads, int n_rounds) {
+        return time_attention({width, width, n_heads.first, n_heads.second, n_rows, n_cells, ggml_type(type), ggml_type(type), false, 0, 0},
+                              n_threads, n_rounds);
+    }, nb::kw_only(), "width"_a, "n_heads"_a, "n_rows"_a, "n_cells"_a, "type"_a, "n_threads"_a, "n_rounds"_a, released,
        "Seconds of one flash attention in each round, with ggml's kernel and with our own. n_heads: of queries, and of keys and\n"
-       "values. Raises RuntimeError.");
+       "values, which have a ggml type. Raises RuntimeError.");
 
     nb::class_<GrammarGuard>(m, "GrammarGuard", "Whether libllama can follow a grammar within a limit of steps; see native/grammar_guard.cpp.")
         .def("__init__", [](GrammarGuard * g, const std::vector<nb::bytes> & pieces, uintptr_t rules, uintptr_t stacks) {

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -30,20 +31,27 @@ Params params_of(ggml_custom_op_t compute, void * state) {
     ggml_free(ctx);
     return params;
 }
+
+// The function of ours that computes a node; nullptr: ggml does.
+ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph) {
+    return is_product(node) ? compute_product : can_attend(node) ? compute_attention : recurrent_operation(node, graph);
+}
 }  // namespace
 
 ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph) {
     static thread_local QuantizedMemory memory;  // kept from graph to graph
     FastGraph state{{}, {}, memory};
-    const Params attention = params_of(compute_attention, &state), product = params_of(compute_product, &state);
+    state.find_states(graph);
+    std::map<ggml_custom_op_t, Params> params;
     std::vector<std::pair<ggml_tensor *, ggml_op>> nodes;
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
-        const bool multiplies = is_product(node);
-        if (!multiplies && !can_attend(node)) continue;
+        const ggml_custom_op_t compute = own_operation(node, state);
+        if (!compute) continue;
+        if (!params.count(compute)) params[compute] = params_of(compute, &state);
         memcpy(node->op_params + kOwnParams, node->op_params, sizeof(Params));
-        memcpy(node->op_params, (multiplies ? product : attention).bytes, sizeof(Params));
-        if (multiplies) state.add(node);
+        memcpy(node->op_params, params[compute].bytes, sizeof(Params));
+        if (compute == compute_product) state.add(node);
         nodes.emplace_back(node, node->op);
         node->op = GGML_OP_CUSTOM;
     }
@@ -62,12 +70,12 @@ class OneAttention {  // a graph of one attention, with its memory
     OneAttention(const AttentionShape & s, int n_threads) {
         ggml_context * ctx = ctx_.get();
         q = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.key_width, s.n_rows, s.n_heads);
-        k = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, s.key_width, s.n_kv_heads, s.n_cells);  // as in libllama's cache
-        v = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, s.value_width, s.n_kv_heads, s.n_cells);
+        k = ggml_new_tensor_3d(ctx, s.key_type, s.key_width, s.n_kv_heads, s.n_cells);  // as in libllama's cache
+        v = ggml_new_tensor_3d(ctx, s.value_type, s.value_width, s.n_kv_heads, s.n_cells);
         mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, s.n_cells, s.n_rows);
         sinks = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, s.n_heads);
         result = ggml_flash_attn_ext(ctx, q, ggml_permute(ctx, k, 0, 2, 1, 3), ggml_permute(ctx, v, 0, 2, 1, 3), mask,
-                                     1 / std::sqrt(float(s.key_width)), 0, 0);
+                                     1 / std::sqrt(float(s.key_width)), s.max_bias, s.softcap);
         ggml_prec_set_acc(result, GGML_PREC_F32);  // as libllama does
         if (s.has_sinks) ggml_flash_attn_ext_add_sinks(result, sinks);
         buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_dev_buffer_type(cpu_device())));
@@ -114,7 +122,9 @@ std::vector<std::pair<double, double>> time_attention(const AttentionShape & sha
     std::uniform_real_distribution<float> numbers(-1, 1);
     for (int64_t i = 0; i < ggml_nelements(attention.q); i++) ((float *) attention.q->data)[i] = numbers(random);
     for (ggml_tensor * t : {attention.k, attention.v}) {
-        for (int64_t i = 0; i < ggml_nelements(t); i++) ((ggml_fp16_t *) t->data)[i] = ggml_fp32_to_fp16(numbers(random));
+        std::vector<float> row(ggml_nelements(t));
+        for (float & number : row) number = numbers(random);
+        ggml_quantize_chunk(t->type, row.data(), t->data, 0, row.size() / t->ne[0], t->ne[0], nullptr);
     }
     for (int64_t row = 0; row < shape.n_rows; row++) {
         for (int64_t c = 0; c < shape.n_cells; c++) {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,17 +39,26 @@ struct FastGraph {
         const ggml_tensor * weights;
         std::atomic<int64_t> taken{0};  // tiles
     };
+    struct State {  // of a delta net: read from cells, changed, and written back
+        const ggml_tensor * rows, * net, * copy;
+        bool stays() const;  // each sequence's state goes to the cell from which it came: neither read nor written apart
+    };
     static constexpr int kIndex = kOwnParams - 1;  // of a product's parameters: its place in `products`
     std::deque<Quantized> quantized;
     std::deque<Product> products;
     QuantizedMemory & memory;  // for the activations of one product at a time
+    std::map<const ggml_tensor *, State> states = {};  // by each of their nodes
 
     void add(ggml_tensor * product);
+    void find_states(ggml_cgraph * graph);
 };
 
 // Flash attention for any number of rows; see attention.cpp.
 bool can_attend(const ggml_tensor * node);
 void compute_attention(ggml_tensor * node, int thread, int n_threads, void * state);
+
+// The function that computes a node of a recurrent layer; see recurrent.cpp. nullptr: ggml does.
+ggml_custom_op_t recurrent_operation(const ggml_tensor * node, const FastGraph & graph);
 
 // Products with quantized weights; see products.cpp.
 bool is_product(const ggml_tensor * node);
@@ -73,13 +83,15 @@ std::vector<float> multiply(const Product & product, int n_threads, bool repack,
 // One attention alone, as a stage computes it, for tests and measurements.
 struct AttentionShape {
     int64_t key_width, value_width, n_heads, n_kv_heads, n_rows, n_cells;
+    ggml_type key_type, value_type;
     bool has_sinks;
+    float max_bias, softcap;  // 0: none
 };
 struct AttentionInputs {
-    const float * queries;            // (rows, heads, width)
-    const uint16_t * keys, * values;  // F16; (cells, KV heads, width)
-    const uint16_t * mask;            // F16; (rows, cells)
-    const float * sinks;              // of each head; nullptr: none
+    const float * queries;           // (rows, heads, width)
+    const uint8_t * keys, * values;  // (cells, KV heads, bytes)
+    const uint16_t * mask;           // F16; (rows, cells)
+    const float * sinks;             // of each head; nullptr: none
 };
 // Returns (rows, heads, width). Both throw std::runtime_error.
 std::vector<float> attend(const AttentionShape & shape, const AttentionInputs & inputs, int n_threads, bool fast);

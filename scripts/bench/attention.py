@@ -1,7 +1,7 @@
 """ggpipe's own flash attention against ggml's, over many shapes: `scripts/bench/stage --attention`.
 
-A stage uses its own for every shape (native/attention.cpp), so that a row has the same bits in any run. The exit code
-is 1 if it is slower than ggml's for one of them.
+A stage uses its own for every shape and every type of KV cells (native/attention.cpp), so that a row has the same bits in
+any run. The exit code is 1 if it is slower than ggml's for one of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from gguf import GGMLQuantizationType
 
 from ggpipe.llama.libllama import native
 
@@ -65,26 +67,26 @@ def shapes(n: int = N_SHAPES) -> Iterator[Shape]:
         yield from sorted(random.Random(1).sample(own, n // 2), key=own.index)
 
 
-def measure(shape: Shape) -> Sequence[tuple[float, float]]:
+def measure(shape: Shape, cells: GGMLQuantizationType) -> Sequence[tuple[float, float]]:
     """Seconds of each round with ggml's kernel and with ours, in turn."""
 
     def rounds(n: int) -> Sequence[tuple[float, float]]:
         return native.time_attention(
             width=shape.width, n_heads=shape.n_heads, n_rows=shape.n_rows, n_cells=shape.n_cells,
-            n_threads=shape.n_threads, n_rounds=n,
+            type=cells.value, n_threads=shape.n_threads, n_rounds=n,
         )  # fmt: skip
 
     (first,) = rounds(1)
     return rounds(min(max(int(_LIMIT_S / sum(first)), _FEWEST), _MOST))
 
 
-def bench_attention(n: int = N_SHAPES) -> int:
+def bench_attention(cells: GGMLQuantizationType, n: int = N_SHAPES) -> int:
     """Print a line per shape. Returns the exit code."""
-    print(f"attention: microseconds, medians; {n} shapes; ours / ggml's with the quartiles of the rounds' ratios")
+    print(f"attention, {cells.name} cells: microseconds, medians; {n} shapes; ours / ggml's with the quartiles of the rounds' ratios")
     print("width  heads  rows  cells  threads     ggml     ours  ratio")
     all_ratios = []
     for shape in shapes(n):
-        seconds = measure(shape)
+        seconds = measure(shape, cells)
         ratios = sorted(own / ggml for ggml, own in seconds)
         low, ratio, high = statistics.quantiles(ratios, n=4)
         all_ratios.append(ratio)

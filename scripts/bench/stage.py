@@ -7,8 +7,8 @@ hops    two and three ranks under mpirun: the stages' decode times against the w
 memory  a quarter of the layers: resident memory (smaps) mapped, bytes read (rchar) unmapped
 idle    CPU time of a rank that waits for 10 s
 
-With --attention: only flash attention, ours against ggml's (`scripts/bench/attention.py`). Exit code 1 where ours is
-slower.
+With --attention: only flash attention, ours against ggml's (`scripts/bench/attention.py`), with KV cells of the type
+--cells. Exit code 1 where ours is slower.
 
 All on random Q4_0 models of 0.75 B parameters, one thread a rank, each rank pinned to one core (not for rows). What is
 compared is measured in turn, A B A B, in one run; tables show medians of the pairs' ratios with the quartiles.
@@ -27,8 +27,11 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
-from ggpipe.config.context import ContextConfig
+from gguf import GGMLQuantizationType
+
+from ggpipe.config.context import ContextConfig, KvType
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
@@ -357,10 +360,11 @@ def main() -> int:
     parser.add_argument("--layers", help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="mmap", help=argparse.SUPPRESS)
     parser.add_argument("--attention", action="store_true", help="compare flash attention with ggml's over 60 shapes")
+    parser.add_argument("--cells", choices=get_args(KvType), default="f16", help="with --attention: type of KV cells")
     args = parser.parse_args()
     if args.attention:
         start()
-        return bench_attention()
+        return bench_attention(GGMLQuantizationType[args.cells.upper()])
     match args.job:
         case "single-forwards" | "single-backwards":
             return job_single(args.model, args.pairs, args.job == "single-backwards")

@@ -19,9 +19,16 @@ from ggpipe.config.context import ContextConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
 from ggpipe.llama import machine
 
-# Plain heads, grouped heads, one KV head, windows, windows and sinks, keys wider than values
-MODELS = ("llama", "qwen3", "falcon", "gemma3", "gpt-oss", "deepseek2")
 CONTEXT = ContextConfig(n_ctx=1280, n_seq=3)
+QUANTIZED = replace(CONTEXT, cache_type_k="q8_0", cache_type_v="q8_0")
+# Plain heads, grouped heads, one KV head, windows, windows and sinks, keys wider than values, ALiBi, capped scores
+MODELS = ("llama", "qwen3", "falcon", "gemma3", "gpt-oss", "deepseek2", "mpt", "gemma2")
+SETTINGS = (
+    *((name, CONTEXT) for name in MODELS),
+    *((name, QUANTIZED) for name in ("llama", "falcon", "gemma3", "mpt", "gemma2")),  # with heads of width 32
+    ("llama", replace(CONTEXT, cache_type_k="q5_1", cache_type_v="q4_0")),
+    ("falcon", replace(CONTEXT, cache_type_k="bf16", cache_type_v="iq4_nl")),
+)
 ROWS = (300, 1, 20, 70, 2, 5, 290, 1, 33, 9)
 """Rows of each run. From 64 on ggml computes in another way; a run's rows see up to 700 cells."""
 
@@ -54,47 +61,46 @@ def logits(path: Path, context: ContextConfig, cuts: tuple[int, ...] = (), threa
         return np.concatenate([pipeline.decode(run) for run in runs()])
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_ggml_but_for_rounding(name: str, folder: Path) -> None:
+def setting_id(value: str | ContextConfig) -> str:
+    """The model, or types of cells."""
+    return value if isinstance(value, str) else f"{value.cache_type_k}-{value.cache_type_v}"
+
+
+@pytest.mark.parametrize(("name", "context"), SETTINGS, ids=setting_id)
+def test_equals_ggml_but_for_rounding(name: str, context: ContextConfig, folder: Path) -> None:
     """A few rows may differ by more: experts whose scores are nearly tied."""
     path = make(name, folder / f"{name}.gguf", weight_type="f32")
-    ours, ggmls = logits(path, CONTEXT), logits(path, replace(CONTEXT, fast_kernels=False))
+    ours, ggmls = logits(path, context), logits(path, replace(context, fast_kernels=False))
     differences = np.abs(ours - ggmls).max(axis=1) / ggmls.std()
     assert 0 < np.median(differences) < 0.01
     assert np.quantile(differences, 0.95) < 0.05
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_same_bits_for_every_cut_and_number_of_threads(name: str, folder: Path) -> None:
+@pytest.mark.parametrize(("name", "context"), SETTINGS, ids=setting_id)
+def test_same_bits_for_every_cut_and_number_of_threads(name: str, context: ContextConfig, folder: Path) -> None:
     path = make(name, folder / f"{name}.gguf", weight_type="f32")
-    whole = logits(path, CONTEXT)
-    np.testing.assert_array_equal(logits(path, CONTEXT, cuts=(1,)), whole)
-    np.testing.assert_array_equal(logits(path, CONTEXT, threads=2), whole)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "falcon", "gemma3"])
-def test_same_bits_for_rows_alone_and_together(name: str, folder: Path) -> None:
-    """With quantized weights, whose products do not depend on the other rows either."""
-    path = make(name, folder / f"{name}-q8_0.gguf", weight_type="q8_0")
-    rows = (structs.replace(run, rows=(row,)) for run in runs() for row in run.rows)
-    with Pipeline(path, (), CONTEXT) as pipeline:
-        alone = np.concatenate([pipeline.decode(structs.replace(run, id=i)) for i, run in enumerate(rows, 1)])
-    np.testing.assert_array_equal(alone, logits(path, CONTEXT))
+    whole = logits(path, context)
+    np.testing.assert_array_equal(logits(path, context, cuts=(1,)), whole)
+    np.testing.assert_array_equal(logits(path, context, threads=2), whole)
 
 
 @pytest.mark.parametrize(
     ("name", "context"),
-    [
-        ("llama", replace(CONTEXT, cache_type_k="q8_0", cache_type_v="q8_0")),
-        ("llama", replace(CONTEXT, flash_attn="off")),
-        ("llama", replace(CONTEXT, exact=True)),
-        ("mpt", CONTEXT),
-        ("gemma2", CONTEXT),
-    ],
-    ids=["quantized", "off", "exact", "alibi", "softcap"],
+    [*((name, CONTEXT) for name in ("llama", "qwen3", "falcon", "gemma3", "mpt", "gemma2")), ("falcon", QUANTIZED)],
+    ids=setting_id,
 )
-def test_other_attention_stays_ggmls(name: str, context: ContextConfig, folder: Path) -> None:
-    path = make(name, folder / f"{name}.gguf", weight_type="f32")  # whose products have ggml's bits
+def test_same_bits_for_rows_alone_and_together(name: str, context: ContextConfig, folder: Path) -> None:
+    """With quantized weights, whose products do not depend on the other rows either."""
+    path = make(name, folder / f"{name}-q8_0.gguf", weight_type="q8_0")
+    rows = (structs.replace(run, rows=(row,)) for run in runs() for row in run.rows)
+    with Pipeline(path, (), context) as pipeline:
+        alone = np.concatenate([pipeline.decode(structs.replace(run, id=i)) for i, run in enumerate(rows, 1)])
+    np.testing.assert_array_equal(alone, logits(path, context))
+
+
+@pytest.mark.parametrize("context", [replace(CONTEXT, flash_attn="off"), replace(CONTEXT, exact=True)], ids=["off", "exact"])
+def test_other_attention_stays_ggmls(context: ContextConfig, folder: Path) -> None:
+    path = make("llama", folder / "llama.gguf", weight_type="f32")  # whose products have ggml's bits
     np.testing.assert_array_equal(logits(path, context), logits(path, replace(context, fast_kernels=False)))
 
 

@@ -1,0 +1,34 @@
+// Gated delta nets and state spaces with AVX-512; see delta_net_lanes.h and state_space_lanes.h.
+#include "recurrent.h"
+
+#ifdef __x86_64__
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "vectors.h"
+
+#define GGPIPE_TARGET __attribute__((target("arch=x86-64-v4")))
+
+namespace ggpipe {
+
+namespace {
+#include "vectors_avx512.h"
+
+#include "vector_functions.h"
+
+#include "delta_net_lanes.h"
+#include "state_space_lanes.h"
+
+}  // namespace
+
+GGPIPE_TARGET void avx512_delta_net(const DeltaNetTask & task) { DeltaNet(task).run(); }
+GGPIPE_TARGET void avx512_scan(const ScanTask & task) { StateSpace(task).run(); }
+
+}  // namespace ggpipe
+#else
+void ggpipe::avx512_delta_net(const DeltaNetTask &) {}
+void ggpipe::avx512_scan(const ScanTask &) {}
+#endif
