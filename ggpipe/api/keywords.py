@@ -189,8 +189,8 @@ class EngineOptions(RequestOptions, total=False):
     flash_attn: Literal["on", "off", "auto"]
     """Flash attention: on, off or auto. Default: 'on'."""
     fast_kernels: bool
-    """Use ggpipe's own kernels where they are faster than ggml's: flash attention and products with quantized weights,
-    on CPUs with AVX2. Results are equal except for rounding. Default: on, but off with `exact`."""
+    """Use ggpipe's own kernels where they are faster than ggml's: flash attention, recurrent layers and products with
+    weights, on CPUs with AVX2. Results are equal except for rounding. Default: on, but off with `exact`."""
     cache_type_k: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
     """KV cache type of K: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1. Default: 'f16'."""
     cache_type_v: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]

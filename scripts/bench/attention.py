@@ -1,7 +1,7 @@
 """ggpipe's own flash attention against ggml's, over many shapes: `scripts/bench/stage --attention`.
 
-A stage uses its own for every shape and every type of KV cells (native/attention.cpp), so that a row has the same bits in
-any run. The exit code is 1 if it is slower than ggml's for one of them.
+A stage uses its own for every shape and every type of KV cells (native/attention.cpp), so that a row has the same bits
+in any run. The exit code is 1 if it is slower than ggml's for one of them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def measure(shape: Shape, cells: GGMLQuantizationType) -> Sequence[tuple[float, 
 
 def bench_attention(cells: GGMLQuantizationType, n: int = N_SHAPES) -> int:
     """Print a line per shape. Returns the exit code."""
-    print(f"attention, {cells.name} cells: microseconds, medians; {n} shapes; ours / ggml's with the quartiles of the rounds' ratios")
+    print(f"attention, {cells.name} cells: microseconds, medians; {n} shapes")
+    print("ratio: ours / ggml's, with the quartiles of the rounds")
     print("width  heads  rows  cells  threads     ggml     ours  ratio")
     all_ratios = []
     for shape in shapes(n):

@@ -98,7 +98,9 @@ def test_same_bits_for_rows_alone_and_together(name: str, context: ContextConfig
     np.testing.assert_array_equal(alone, logits(path, context))
 
 
-@pytest.mark.parametrize("context", [replace(CONTEXT, flash_attn="off"), replace(CONTEXT, exact=True)], ids=["off", "exact"])
+@pytest.mark.parametrize(
+    "context", [replace(CONTEXT, flash_attn="off"), replace(CONTEXT, exact=True)], ids=["off", "exact"]
+)
 def test_other_attention_stays_ggmls(context: ContextConfig, folder: Path) -> None:
     path = make("llama", folder / "llama.gguf", weight_type="f32")  # whose products have ggml's bits
     np.testing.assert_array_equal(logits(path, context), logits(path, replace(context, fast_kernels=False)))

@@ -55,7 +55,7 @@ class Cells:
         return np.asarray(dequantize(data, self.kind), np.float64)
 
     def products(self, queries: Floats) -> NDArray[np.float64]:
-        """Of queries (rows, heads, width), rounded as ggml does before it multiplies these keys: (rows, heads, cells)."""
+        """Of queries (rows, heads, width), which ggml rounds before it multiplies these keys: (rows, heads, cells)."""
         keys = self._of_heads(self.numbers(), queries)
         if self.kind is Type.BF16:
             queries = dequantize(quantize(queries, Type.BF16), Type.BF16)
@@ -107,7 +107,7 @@ class Case:
     def distances(self) -> NDArray[np.float64]:
         """Of cells from rows, below 0, in the order of the cells that a row sees: (rows, cells)."""
         ranks = np.cumsum(self.sees, axis=1)
-        return (ranks - ranks[:, -1:]) * (self.max_bias > 0.0)
+        return np.where(self.max_bias > 0, ranks - ranks[:, -1:], 0.0)
 
     def exact(self) -> NDArray[np.float64]:
         """Results in double precision."""
@@ -197,7 +197,13 @@ def test_equals_double_precision_in_any_company(
 @pytest.mark.parametrize("values", TYPES)
 @pytest.mark.parametrize("keys", TYPES)
 def test_all_types_of_cells(
-    keys: Type, values: Type, n_rows: int, heads: tuple[int, int], widths: tuple[int, int], max_bias: float, softcap: float
+    keys: Type,
+    values: Type,
+    n_rows: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    max_bias: float,
+    softcap: float,
 ) -> None:
     """Also with ALiBi and with capped scores."""
     case = random_case(

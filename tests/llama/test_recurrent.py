@@ -1,5 +1,5 @@
-"""ggpipe's own kernels for recurrent layers: ggml's logits but for rounding, and the same bits for every run, number of threads
-and place of a state."""
+"""ggpipe's own kernels for recurrent layers: ggml's logits but for rounding, and the same bits for every run, number of
+threads and place of a state."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ from ggpipe.config.context import ContextConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
 from ggpipe.llama import machine
 
-# Gated delta nets whose gates have one number, and one for each column; convolutions of width 3, and beside state spaces
+# Delta nets with a gate for each head, or for each column; convolutions of width 3; state spaces of two kinds
 MODELS = ("qwen35", "qwen35moe", "kimi-linear", "lfm2", "granitehybrid", "jamba")
 CONTEXT = ContextConfig(n_ctx=1280, n_seq=3)
 ROWS = ((0, 37), (1, 1), (2, 5), (0, 1), (1, 18), (0, 16), (2, 3), (1, 1), (2, 1))
@@ -45,10 +45,13 @@ def rows() -> Iterator[tuple[Row, ...]]:
         length[seq] += n
 
 
-def logits(path: Path, context: ContextConfig = CONTEXT, threads: int = 1, *, apart: bool = False, mixed: bool = False) -> Logits:
-    """Of all rows, (rows, vocabulary), in the order of `rows`. `apart`: one row a run. `mixed`: several sequences in most runs."""
+def logits(
+    path: Path, context: ContextConfig = CONTEXT, threads: int = 1, *, apart: bool = False, mixed: bool = False
+) -> Logits:
+    """Of all rows, (rows, vocabulary), in the order of `rows`. `apart`: each in a run of its own. `mixed`: two
+    sequences in most runs."""
     runs = [(row,) for run in rows() for row in run] if apart else list(rows())
-    if mixed:  # each run brings rows of another sequence than the one before
+    if mixed:  # no two runs one after another are of the same sequence
         runs = [a + b for a, b in zip(runs[::2], [*runs[1::2], ()], strict=True)]
     with Pipeline(path, (), context, threads=threads) as pipeline:
         return np.concatenate(

@@ -10,7 +10,7 @@ that suits all architectures, and what one of them wants otherwise. The weights 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,10 +113,11 @@ def write(
     n_mtp: int = 0,
     sizes: Sizes = Sizes(),
     change: Change = lambda _name, data: data,
+    more: Mapping[str, Value] | None = None,
 ) -> Path:
     """Write a model to `path` unless that exists. `name`: of ARCHITECTURES, or of WITH_EXPERTS_TOO with `+experts`.
     `n_layer`: None: as few as it takes. `n_mtp`: MTP layers after the others. `change` gets the name of each tensor,
-    and its values in one dimension.
+    and its values in one dimension. `more`: metadata, without the architecture's prefix.
 
     Raises RuntimeError when libllama cannot build it. Some metadata that do not fit end the process.
     """
@@ -125,7 +126,8 @@ def write(
     start()
     base = ggml_base()
     meta, file = base.gguf_init_empty(), base.gguf_init_empty()
-    for key, value in metadata(name, n_layer, n_mtp, sizes).items():
+    own = {f"{name.partition('+')[0]}.{key}": value for key, value in (more or {}).items()}
+    for key, value in {**metadata(name, n_layer, n_mtp, sizes), **own}.items():
         if isinstance(value, np.ndarray):
             base.gguf_set_arr_data(meta, key.encode(), 10, value.ctypes.data, value.size)
         else:

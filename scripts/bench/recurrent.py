@@ -1,0 +1,112 @@
+"""Models with recurrent layers, with ggpipe's kernels and with ggml's; run it as `scripts/bench/recurrent`.
+
+Models are random ones in Q4_K_M whose four layers are as large as real ones (tests/support/architectures.py). Two
+stages continue the same sequence in turn. A line for each model and number of rows: milliseconds of a run, medians, and
+the ratio of the two with the quartiles of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.architectures import Sizes, write
+from support.zoo import Value
+
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.libllama import start
+from ggpipe.llama.stage import Stage
+from scripts.models.quantize import quantize
+
+N_CTX = 16384
+N_ROWS = (1, 4, 32, 128)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of four layers."""
+
+    sizes: Sizes
+    more: dict[str, Value]
+
+
+SHAPES = {
+    # As Qwen3.5-35B-A3B, with 8 of 32 experts instead of 256: three delta nets, then attention
+    "qwen35moe": Shape(
+        Sizes(width=2048, n_head=16, n_ff=512, n_experts=32),
+        {
+            "ssm.inner_size": 4096, "ssm.time_step_rank": 32, "ssm.group_count": 16, "expert_used_count": 8,
+            "full_attention_interval": 4, "attention.head_count_kv": 2,
+        },
+    ),
+    "mamba2": Shape(
+        Sizes(width=2048, n_head=16), {"ssm.inner_size": 4096, "ssm.time_step_rank": 64, "ssm.group_count": 8}
+    ),
+    "mamba": Shape(
+        Sizes(width=2048, n_head=16), {"ssm.inner_size": 4096, "ssm.time_step_rank": 128, "ssm.state_size": 16}
+    ),
+}  # fmt: skip
+
+
+class Continued:
+    """A stage of all layers that continues one sequence."""
+
+    def __init__(self, file: ModelFile, path: Path, threads: int, *, fast: bool) -> None:
+        context = ContextConfig(n_ctx=N_CTX, fast_kernels=fast)
+        self._stage = Stage(file, (0, file.n_layer), ModelConfig(path=path), context, (threads, threads))
+        self._run = self._pos = 0
+
+    def decode(self, n: int) -> float:
+        """Milliseconds of n rows more."""
+        if self._pos + n > N_CTX:
+            self._stage.forget_all()
+            self._pos = 0
+        self._run += 1
+        rows = tuple(
+            Row(token=(7 * pos) % 100, pos=pos, seqs=(0,), request=0, logits_request=0 if pos == self._pos else -1)
+            for pos in range(self._pos, self._pos + n)
+        )
+        self._pos += n
+        outcome = self._stage.decode(
+            Run(id=self._run, rows=rows, logits_requests=(LogitsRequest(LogitsKind.TOP, 1),)), None
+        )
+        return outcome.compute_s * 1e3
+
+
+def bench(name: str, folder: Path, threads: int, rounds: int) -> None:
+    """Print a line for each number of rows."""
+    shape = SHAPES[name]
+    whole = write(name, folder / f"{name}.gguf", n_layer=4, sizes=shape.sizes, more=shape.more)
+    path = quantize(whole, folder / f"{name}-q4.gguf", "Q4_K_M")
+    whole.unlink()
+    file = ModelFile.open(path)
+    ggml, own = (Continued(file, path, threads, fast=fast) for fast in (False, True))
+    for n in N_ROWS:
+        pairs = [(ggml.decode(n), own.decode(n)) for _ in range(rounds + 1)][1:]  # the first round warms up
+        low, ratio, high = statistics.quantiles([b / a for a, b in pairs], n=4)
+        before, after = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(f"{name:10} {n:5d} {before:8.1f} {after:8.1f}  {ratio:.2f} [{low:.2f}-{high:.2f}]", flush=True)
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[[], *SHAPES], help=f"some of {', '.join(SHAPES)}; default: all")
+    parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=11)
+    args = parser.parse_args()
+    start()
+    print(f"recurrent: {args.threads} threads, {args.rounds} rounds\nmodel       rows     ggml     ours  ratio")
+    for name in args.models or SHAPES:
+        with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
+            bench(name, Path(folder), args.threads, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
