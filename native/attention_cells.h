@@ -7,7 +7,7 @@ constexpr int kBlock = 32;  // columns of a quantized block
 constexpr bool is_quantized(ggml_type type) { return type != GGML_TYPE_F32 && type != GGML_TYPE_F16 && type != GGML_TYPE_BF16; }
 constexpr bool has_minima(ggml_type type) { return type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q5_1; }
 
-// Columns of a key, with those that its blocks' minima take, if they are multiplied apart.
+// Columns of a key, and one more for each block if blocks have minima, which are multiplied apart.
 inline int64_t key_columns(const ggml_tensor * keys) { return keys->ne[0] + (has_minima(keys->type) ? keys->ne[0] / kBlock : 0); }
 
 GGPIPE_TARGET GGPIPE_INLINE inline float half_at(const uint8_t * from) {
@@ -92,8 +92,8 @@ GGPIPE_TARGET void widen(const ggml_tensor * cells, const uint8_t * const * rows
     }
 }
 
-// Rounds a query as ggml does before it multiplies keys: to blocks of 8 bits, or to BF16. What minima are multiplied with, sums
-// of blocks as halves, comes after it.
+// Rounds a query as ggml does before it multiplies keys: to blocks of 8 bits, or to BF16. If keys have minima, the sums of the
+// blocks, rounded to 16 bits, follow the query.
 GGPIPE_TARGET GGPIPE_INLINE inline void round_for(const ggml_tensor * keys, F * query, int64_t n) {
     if (keys->type == GGML_TYPE_BF16) {
         for (int64_t d = 0; d < n; d++) {

@@ -4,11 +4,11 @@
 // A token's gate scales a head's state S, which has a row for each number of a value; the error of what a row gives for the
 // token's key is added to it along the key; and what it gives then for the query is the result. A row depends on no other row.
 // ggml goes through the whole state four times for each token. Here a few rows stay in the first-level cache for some tokens,
-// and are read and written once for each: the second half of a token's work is done together with the first half of the next.
+// and are read and written once for each of these: the second half of a token's work is done together with the first half of the next.
 
 constexpr int64_t kTokens = 16;  // at a time: their keys and queries stay in the first-level cache as well
 
-// What comes next from memory, and what is written.
+// Brings the next numbers into the cache, and the place for their results.
 GGPIPE_TARGET GGPIPE_INLINE inline void fetch(const float * from, const float * to) {
     __builtin_prefetch(from, 0);
     if (from != to) __builtin_prefetch(to, 1);
@@ -41,7 +41,7 @@ class DeltaNet {
     }
 
    private:
-    // What is at a token, for this head. Heads of keys and queries may be fewer, and so may their sequences.
+    // A token's numbers for this head. Heads of keys and queries may be fewer, and so may their sequences.
     GGPIPE_TARGET GGPIPE_INLINE const float * at(const ggml_tensor * x, int64_t token) const {
         const int64_t sequence = t_.sequence / (values_->ne[3] / x->ne[3]);
         return (const float *) ((const char *) x->data + sequence * x->nb[3] + token * x->nb[2] + t_.head % x->ne[1] * x->nb[1]);

@@ -3,7 +3,7 @@
 //
 // ggml has one thread concatenate a convolution's state and its new inputs, and one copy a sequence's state, while all others
 // wait. It computes convolutions token by token, and so reads a cache line for each number. Here all threads do all of that,
-// and delta nets change their states where libllama keeps them, which saves two of three copies.
+// and delta nets change their states where libllama keeps them, without copies.
 #include "recurrent.h"
 
 #include <algorithm>
@@ -28,6 +28,12 @@ const DeltaNetKernel delta_net = cpu.avx512 ? avx512_delta_net : avx2_delta_net;
 const ScanKernel scan = cpu.avx512 ? avx512_scan : avx2_scan;
 
 const ggml_tensor * whole(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
+
+// Whether a node computes nothing. Operations in place are views as well, but they do.
+bool is_view(const ggml_tensor * node) {
+    return node->op == GGML_OP_NONE || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_VIEW || node->op == GGML_OP_PERMUTE ||
+           node->op == GGML_OP_TRANSPOSE;
+}
 
 // Where a delta net writes its states: after its results.
 void * states_after(const ggml_tensor * net) { return (float *) net->data + ggml_nelements(net->src[2]); }
@@ -221,7 +227,7 @@ void FastGraph::find_states(ggml_cgraph * graph) {
     }
     for (int i = 0; i < ggml_graph_n_nodes(graph) && !nets.empty(); i++) {
         const ggml_tensor * node = node_at(i);
-        if (node->view_src && node->op != GGML_OP_CPY) continue;  // computes nothing
+        if (is_view(node)) continue;
         for (const ggml_tensor * source : node->src) {
             if (!source) continue;
             const ggml_tensor * from = whole(source);
@@ -249,9 +255,10 @@ ggml_custom_op_t recurrent_operation(const ggml_tensor * node, const FastGraph &
             const bool has_rows = node->src[0]->nb[0] == sizeof(float) && node->src[1]->nb[0] == sizeof(float) && node->src[2]->nb[0] == sizeof(float);
             return are_floats(node, 6) && has_rows && node->src[2]->ne[0] % 16 == 0 && node->op_params[0] == 1 ? compute_delta_net : nullptr;
         }
-        case GGML_OP_SSM_SCAN: {  // eight rows have one head, or one each, and the same group
-            const ggml_tensor * inputs = node->src[1], * b = node->src[4];
-            const bool fits = inputs->ne[0] == 1 ? inputs->ne[1] / b->ne[1] % kScanRows == 0 : inputs->ne[0] % kScanRows == 0;
+        case GGML_OP_SSM_SCAN: {  // eight rows have one head, or one each, whose decays differ by column; and the same group
+            const ggml_tensor * inputs = node->src[1], * decays = node->src[3], * b = node->src[4];
+            const bool fits = inputs->ne[0] == 1 ? decays->ne[0] > 1 && inputs->ne[1] / b->ne[1] % kScanRows == 0
+                                                 : inputs->ne[0] % kScanRows == 0;
             return are_floats(node, 6) && fits && b->ne[0] % 16 == 0 && node->op_params[0] == 1 ? compute_scan : nullptr;
         }
 #ifdef __x86_64__

@@ -20,7 +20,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline F scaled(F x, F exponent) {
     const __m256i bits = _mm256_add_epi32((__m256i) x, _mm256_slli_epi32(_mm256_cvtps_epi32(exponent), 23));
     return _mm256_and_ps((__m256) bits, _mm256_cmp_ps(exponent, all(-125), _CMP_GE_OQ));
 }
-// What is in each of eight vectors.
+// The sums of eight vectors.
 GGPIPE_TARGET GGPIPE_INLINE inline void add_up(const F * v, float * to) {
     const auto pairs = [](F a, F b) GGPIPE_TARGET GGPIPE_INLINE -> F {
         return _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);

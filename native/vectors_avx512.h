@@ -18,7 +18,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline F scaled(F x, F exponent) {
     const __m512i bits = _mm512_add_epi32((__m512i) x, _mm512_slli_epi32(_mm512_cvtps_epi32(exponent), 23));
     return (F) _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(exponent, all(-125), _CMP_GE_OQ), bits);
 }
-// What is in each of eight vectors.
+// The sums of eight vectors.
 GGPIPE_TARGET GGPIPE_INLINE inline void add_up(const F * v, float * to) {
     using Half = Floats<8>;
     const auto half = [](F x) GGPIPE_TARGET GGPIPE_INLINE -> Half {
