@@ -202,8 +202,8 @@ ggml_status local_compute(ggml_backend_t b, ggml_cgraph * whole) {
         part.uid = 0;
         graph = &part;
     }
-    const ggml_status status = s.exact ? compute_exact(inner(b), graph, s.cell_order, s.fast_kernels)
-                               : s.fast_kernels ? compute_fast(inner(b), graph)
+    const ggml_status status = s.exact ? compute_exact(inner(b), graph, s.cell_order, s.fast_kernels, s.n_threads)
+                               : s.fast_kernels ? compute_fast(inner(b), graph, s.n_threads)
                                                   : ggml_backend_graph_compute(inner(b), graph);
     if (hidden_at >= 0 && status == GGML_STATUS_SUCCESS) {
         const ggml_tensor * t = whole->nodes[hidden_at];

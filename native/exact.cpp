@@ -72,8 +72,8 @@ bool repacking_breaks(ggml_type type, bool fast) {
     return type >= GGML_TYPE_Q2_K && type <= GGML_TYPE_Q6_K;  // Q3_K, Q4_K and Q5_K are between the two
 }
 
-ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order, bool fast) {
-    const auto compute = fast ? compute_fast : ggml_backend_graph_compute;
+ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order, bool fast, int n_threads) {
+    const auto compute = [&](ggml_cgraph * g) { return fast ? compute_fast(backend, g, n_threads) : ggml_backend_graph_compute(backend, g); };
     const int n_nodes = ggml_graph_n_nodes(graph);
     cell_order.begin_graph();
     size_t n_parts = 0;
@@ -89,7 +89,7 @@ ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder
     }
     static const auto set_use_ref = (void (*)(ggml_backend_t, bool)) cpu_function("ggml_backend_cpu_set_use_ref");
     set_use_ref(backend, by_reference);
-    if (n_parts == 0) return compute(backend, graph);
+    if (n_parts == 0) return compute(graph);
     const size_t size = n_nodes + n_parts;
     ggml_context * ctx = ggml_init(
         {ggml_graph_overhead_custom(size, false) + 3 * n_parts * ggml_tensor_overhead(), nullptr, /*no_alloc*/ true});
@@ -116,7 +116,7 @@ ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder
                 }
         }
     }
-    const ggml_status status = compute(backend, exact_graph);
+    const ggml_status status = compute(exact_graph);
     ggml_free(ctx);
     return status;
 }

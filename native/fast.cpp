@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <map>
+#include <deque>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -16,50 +16,76 @@
 #include "ggml-alloc.h"
 #include "kernels.h"
 #include "stage.h"
+#include "steps.h"
 
 namespace ggpipe {
 
 namespace {
-// A custom operation's parameters, as ggml writes them.
-struct Params { int32_t bytes[kOwnParams]; };
-Params params_of(ggml_custom_op_t compute, void * state) {
+// Where a custom operation's parameters, as ggml writes them, leave room for the number of its step.
+constexpr int kStepIndex = kOwnParams - 2;
+
+struct Graph {
+    explicit Graph(std::deque<QuantizedMemory> & memories) : fast(memories) {}
+    FastGraph fast;
+    std::vector<Step> steps;
+};
+void compute_step_at(ggml_tensor * place, int thread, int n_threads, void * graph) {
+    Graph & g = *(Graph *) graph;
+    compute_step(g.steps[place->op_params[kStepIndex]], thread, n_threads, g.fast);
+}
+
+struct Params { int32_t numbers[GGML_MAX_OP_PARAMS / sizeof(int32_t)]; };
+Params params_of(Graph & graph) {
     alignas(16) char memory[1024];  // of a tensor without data
     ggml_context * ctx = ggml_init({sizeof memory, memory, /*no_alloc*/ true});
-    const ggml_tensor * custom = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, compute, GGML_N_TASKS_MAX, state);
+    const ggml_tensor * custom = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, compute_step_at, GGML_N_TASKS_MAX, &graph);
     Params params;
-    memcpy(params.bytes, custom->op_params, sizeof params.bytes);
+    memcpy(&params, custom->op_params, sizeof params);
     ggml_free(ctx);
     return params;
 }
+}  // namespace
 
-// The function of ours that computes a node; nullptr: ggml does.
 ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph) {
     return is_product(node) ? compute_product : can_attend(node) ? compute_attention : recurrent_operation(node, graph);
 }
-}  // namespace
 
-ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph) {
-    static thread_local QuantizedMemory memory;  // kept from graph to graph
-    FastGraph state{{}, {}, memory};
-    state.find_states(graph);
-    std::map<ggml_custom_op_t, Params> params;
-    std::vector<std::pair<ggml_tensor *, ggml_op>> nodes;
-    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
-        ggml_tensor * node = ggml_graph_node(graph, i);
-        const ggml_custom_op_t compute = own_operation(node, state);
-        if (!compute) continue;
-        if (!params.count(compute)) params[compute] = params_of(compute, &state);
-        memcpy(node->op_params + kOwnParams, node->op_params, sizeof(Params));
-        memcpy(node->op_params, params[compute].bytes, sizeof(Params));
-        if (compute == compute_product) state.add(node);
-        nodes.emplace_back(node, node->op);
-        node->op = GGML_OP_CUSTOM;
+ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, int n_threads) {
+    static thread_local std::deque<QuantizedMemory> memories;  // kept from graph to graph
+    Graph state(memories);
+    state.fast.find_states(graph);
+    state.steps = steps_of(graph, n_threads, state.fast);
+    const Params custom = params_of(state);
+    struct Before { ggml_tensor * node; ggml_op op; Params params; };
+    std::vector<Before> before;
+    std::deque<ggml_tensor> copies;
+    const auto replace = [&](ggml_tensor * node) {
+        before.push_back({node, node->op, {}});
+        memcpy(&before.back().params, node->op_params, sizeof(Params));
+        node->op = GGML_OP_NONE;
+    };
+    for (size_t i = 0; i < state.steps.size(); i++) {
+        Step & step = state.steps[i];
+        std::vector<ggml_tensor *> products;
+        for (const Step::Own & own : step.own) {
+            replace(own.node);
+            memcpy(own.node->op_params + kOwnParams, own.node->op_params, kOwnParams * sizeof(int32_t));
+            if (own.compute == compute_product) products.push_back(own.node);
+        }
+        for (ggml_tensor *& node : step.small) {
+            copies.push_back(*node);
+            replace(node);
+            node = &copies.back();
+        }
+        memcpy(step.place->op_params, &custom, kOwnParams * sizeof(int32_t));
+        step.place->op_params[kStepIndex] = i;
+        step.place->op = GGML_OP_CUSTOM;
+        state.fast.add(products);
     }
     const ggml_status status = ggml_backend_graph_compute(backend, graph);
-    for (auto & [node, op] : nodes) {
-        memcpy(node->op_params, node->op_params + kOwnParams, sizeof(Params));
-        memset(node->op_params + kOwnParams, 0, sizeof(Params));
-        node->op = op;
+    for (const Before & b : before) {
+        b.node->op = b.op;
+        memcpy(b.node->op_params, &b.params, sizeof(Params));
     }
     return status;
 }
@@ -67,7 +93,7 @@ ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph) {
 namespace {
 class OneAttention {  // a graph of one attention, with its memory
    public:
-    OneAttention(const AttentionShape & s, int n_threads) {
+    OneAttention(const AttentionShape & s, int n_threads) : n_threads_(n_threads) {
         ggml_context * ctx = ctx_.get();
         q = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.key_width, s.n_rows, s.n_heads);
         k = ggml_new_tensor_3d(ctx, s.key_type, s.key_width, s.n_kv_heads, s.n_cells);  // as in libllama's cache
@@ -85,13 +111,14 @@ class OneAttention {  // a graph of one attention, with its memory
         ggml_build_forward_expand(graph_, result);
     }
     void compute(bool fast) {
-        if ((fast ? compute_fast(cpu_.get(), graph_) : ggml_backend_graph_compute(cpu_.get(), graph_)) != GGML_STATUS_SUCCESS) {
+        if ((fast ? compute_fast(cpu_.get(), graph_, n_threads_) : ggml_backend_graph_compute(cpu_.get(), graph_)) != GGML_STATUS_SUCCESS) {
             throw std::runtime_error("ggml cannot compute this");
         }
     }
     ggml_tensor * q, * k, * v, * mask, * sinks, * result;
 
    private:
+    const int n_threads_;
     std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx_{ggml_init({1 << 20, nullptr, /*no_alloc*/ true}), ggml_free};
     std::unique_ptr<ggml_backend_buffer, void (*)(ggml_backend_buffer_t)> buffer_{nullptr, ggml_backend_buffer_free};
     std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)> cpu_{ggml_backend_dev_init(cpu_device(), nullptr), ggml_backend_free};
@@ -177,7 +204,7 @@ std::vector<float> multiply(const Product & p, int n_threads, bool repack, bool 
     ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu.get(), n_threads);
     ggml_cgraph * graph = ggml_new_graph(ctx.get());
     ggml_build_forward_expand(graph, result);
-    require((fast ? compute_fast(cpu.get(), graph) : ggml_backend_graph_compute(cpu.get(), graph)) == GGML_STATUS_SUCCESS,
+    require((fast ? compute_fast(cpu.get(), graph, n_threads) : ggml_backend_graph_compute(cpu.get(), graph)) == GGML_STATUS_SUCCESS,
             "ggml cannot compute this");
     std::vector<float> results(ggml_nelements(result));
     ggml_backend_tensor_get(result, results.data(), 0, ggml_nbytes(result));

@@ -28,15 +28,18 @@ struct Kernel;
 
 // Of a graph while it is computed. The functions that compute take one thread's part, and this as `state`.
 struct FastGraph {
-    struct Quantized {  // activations that consecutive products share
+    struct Quantized {  // activations that products share
+        Quantized(const ggml_tensor * s, const Kernel * k, QuantizedMemory & m) : source(s), kernel(k), memory(m) {}
         const ggml_tensor * source;
         const Kernel * kernel;
+        QuantizedMemory & memory;
         std::atomic<int64_t> taken{0}, done{0};  // rows
     };
     struct Product {
-        Product(Quantized & q, const ggml_tensor * w) : quantized(q), weights(w) {}
+        Product(Quantized & q, const ggml_tensor * w, const Kernel * k) : quantized(q), weights(w), kernel(k) {}
         Quantized & quantized;
         const ggml_tensor * weights;
+        const Kernel * kernel;
         std::atomic<int64_t> taken{0};  // tiles
     };
     struct State {  // of a delta net: read from cells, changed, and written back
@@ -44,12 +47,14 @@ struct FastGraph {
         bool stays() const;  // each sequence's state goes to the cell from which it came: neither read nor written apart
     };
     static constexpr int kIndex = kOwnParams - 1;  // of a product's parameters: its place in `products`
+    explicit FastGraph(std::deque<QuantizedMemory> & m) : memories(m) {}
+    std::deque<QuantizedMemory> & memories;
+    std::vector<Quantized *> kept;  // in each of the memories, until the step that needs it for another one
     std::deque<Quantized> quantized;
     std::deque<Product> products;
-    QuantizedMemory & memory;  // for the activations of one product at a time
-    std::map<const ggml_tensor *, State> states = {};  // by each of their nodes
+    std::map<const ggml_tensor *, State> states;  // by each of their nodes
 
-    void add(ggml_tensor * product);
+    void add(const std::vector<ggml_tensor *> & products_of_step);
     void find_states(ggml_cgraph * graph);
 };
 
@@ -62,6 +67,11 @@ ggml_custom_op_t recurrent_operation(const ggml_tensor * node, const FastGraph &
 
 // Products with quantized weights; see products.cpp.
 bool is_product(const ggml_tensor * node);
+// Whether a node computes nothing. Operations in place are views as well, but they do.
+bool is_view(const ggml_tensor * node);
+// The function of ours that computes a node; nullptr: ggml does.
+ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph);
+
 bool multiplies_repacked(ggml_type type);  // of weights that ggml has repacked
 void compute_product(ggml_tensor * node, int thread, int n_threads, void * state);
 

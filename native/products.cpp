@@ -38,8 +38,9 @@ const Kernel * kernel_for(ggml_type type, bool is_repacked, const CpuFeatures & 
 
 #ifdef __x86_64__
 namespace {
-Activations activations_of(const FastGraph::Quantized & quantized, QuantizedMemory & memory) {
+Activations activations_of(const FastGraph::Quantized & quantized) {
     const ggml_tensor * source = quantized.source;
+    QuantizedMemory & memory = quantized.memory;
     return {source->ne[1] * source->ne[2], source->ne[0], (source->ne[0] + kChunk - 1) / kChunk, memory.numbers.data(),
             memory.starts.data(), memory.scales.data(), memory.sums.data()};
 }
@@ -115,17 +116,30 @@ bool is_product(const ggml_tensor * node) {
     return is_weight ? weights->ne[2] == 1 || weights->ne[2] == source->ne[2] : weights->ne[2] == 1 && source->ne[2] == 1 && ggml_is_quantized(weights->type);
 }
 
-void FastGraph::add(ggml_tensor * product) {
-    const ggml_tensor * source = product->src[1];
-    const Kernel * kernel = kernel_for(product->src[0]->type, has_repacked(product->src[0]));
-    if (quantized.empty() || quantized.back().source != source || quantized.back().kernel != kernel) {
-        quantized.emplace_back().source = source;
-        quantized.back().kernel = kernel;
-        const Activations a = activations_of(quantized.back(), memory);
-        make_room(memory, a.n_chunks * a.n_rows, kernel->chunk_bytes);
+// Activations that are quantized already are taken as they are; others get memory whose activations this step does not need.
+void FastGraph::add(const std::vector<ggml_tensor *> & products_of_step) {
+    std::vector<bool> needed(kept.size());
+    for (ggml_tensor * product : products_of_step) {
+        const ggml_tensor * source = product->src[1];
+        const Kernel * kernel = kernel_for(product->src[0]->type, has_repacked(product->src[0]));
+        const auto fits = [&](const Quantized * q) {
+            return q->source == source && q->kernel->quantize == kernel->quantize && q->kernel->chunk_bytes == kernel->chunk_bytes;
+        };
+        size_t i = std::find_if(kept.begin(), kept.end(), fits) - kept.begin();
+        if (i == kept.size()) {
+            i = std::find(needed.begin(), needed.end(), false) - needed.begin();
+            if (i == memories.size()) memories.emplace_back();
+            if (i == kept.size()) {
+                kept.push_back(nullptr);
+                needed.push_back(false);
+            }
+            kept[i] = &quantized.emplace_back(source, kernel, memories[i]);
+            make_room(memories[i], (source->ne[0] + kChunk - 1) / kChunk * source->ne[1] * source->ne[2], kernel->chunk_bytes);
+        }
+        needed[i] = true;
+        product->op_params[kIndex] = products.size();
+        products.emplace_back(*kept[i], product->src[0], kernel);
     }
-    product->op_params[kIndex] = products.size();
-    products.emplace_back(quantized.back(), product->src[0]);
 }
 
 void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
@@ -137,9 +151,9 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     const size_t index = node->op_params[FastGraph::kIndex];
     FastGraph::Product & product = graph.products[index];
     const ggml_tensor * next = graph.products[std::min(index + 1, graph.products.size() - 1)].weights;
-    const Activations activations = activations_of(product.quantized, graph.memory);
+    const Activations activations = activations_of(product.quantized);
     quantize_rows(product.quantized, activations);
-    const Kernel & kernel = *product.quantized.kernel;
+    const Kernel & kernel = *product.kernel;
     size_t n_uses = 0;
     const auto add = [&](int32_t matrix) -> Use & {
         if (uses.size() == n_uses) uses.emplace_back();
@@ -199,7 +213,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
 #else
 bool multiplies_repacked(ggml_type) { return false; }
 bool is_product(const ggml_tensor *) { return false; }
-void FastGraph::add(ggml_tensor *) {}
+void FastGraph::add(const std::vector<ggml_tensor *> &) {}
 void compute_product(ggml_tensor *, int, int, void *) {}
 #endif
 

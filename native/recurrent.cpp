@@ -29,12 +29,6 @@ const ScanKernel scan = cpu.avx512 ? avx512_scan : avx2_scan;
 
 const ggml_tensor * whole(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
-// Whether a node computes nothing. Operations in place are views as well, but they do.
-bool is_view(const ggml_tensor * node) {
-    return node->op == GGML_OP_NONE || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_VIEW || node->op == GGML_OP_PERMUTE ||
-           node->op == GGML_OP_TRANSPOSE;
-}
-
 // Where a delta net writes its states: after its results.
 void * states_after(const ggml_tensor * net) { return (float *) net->data + ggml_nelements(net->src[2]); }
 
@@ -202,6 +196,12 @@ bool are_floats(const ggml_tensor * t, int n_sources) {
     return are;
 }
 }  // namespace
+
+// Whether a node computes nothing. Operations in place are views as well, but they do.
+bool is_view(const ggml_tensor * node) {
+    return node->op == GGML_OP_NONE || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_VIEW || node->op == GGML_OP_PERMUTE ||
+           node->op == GGML_OP_TRANSPOSE;
+}
 
 bool FastGraph::State::stays() const {
     const ggml_tensor * cells = rows->src[0], * ids = rows->src[1];
