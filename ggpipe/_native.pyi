@@ -40,6 +40,12 @@ def attend(*, queries: Annotated[NDArray[numpy.float32], dict(shape=(None, None,
     bias and the cap of scores (0: none). Returns (rows, heads, width). fast: with our own kernel. Raises RuntimeError.
     """
 
+def sum_experts(*, experts: Sequence[float], weights: Sequence[float], n_used: int, n_threads: int = 1, fast: bool = True) -> list[float]:
+    """
+    Results of experts (tokens, experts, columns), weighted by (tokens, experts) and added up as a stage does it (fast: with our
+    own kernel). For tests.
+    """
+
 def time_attention(*, width: int, n_heads: tuple[int, int], n_rows: int, n_cells: int, type: int, n_threads: int, n_rounds: int) -> list[tuple[float, float]]:
     """
     Seconds of one flash attention in each round, with ggml's kernel and with our own. n_heads: of queries, and of keys and
@@ -164,6 +170,12 @@ class Stage:
 
     @n_threads.setter
     def n_threads(self, arg: int, /) -> None: ...
+
+    @property
+    def waits(self) -> tuple[int, int]:
+        """
+        With kernels of our own: how often the threads waited for each other in the last run, and how many operations it had.
+        """
 
     @property
     def lost(self) -> bool:

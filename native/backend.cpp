@@ -175,7 +175,7 @@ ggml_backend_t remote_init(ggml_backend_dev_t d, const char *) {
 
 ggml_backend_t inner(ggml_backend_t b) { return (ggml_backend_t) b->context; }
 void local_set_threads(ggml_backend_t b, int n) {
-    device_of(b->device).stage->n_threads = n;
+    device_of(b->device).stage->threads.n = n;
     ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(inner(b), n);
 }
 void local_free(ggml_backend_t b) { ggml_backend_free(inner(b)); delete b; }
@@ -194,16 +194,18 @@ ggml_status local_compute(ggml_backend_t b, ggml_cgraph * whole) {
     const int hidden_at = find_hidden(whole, s.hidden_width);
     if (s.group) {  // libllama does not ask the meta device for what is below it
         if (s.group->stopped) return GGML_STATUS_ABORTED;
-        local_set_threads(b, s.n_threads);
+        local_set_threads(b, s.threads.n);
         s.group->graphs.computes(b, graph);
+        if (graph->uid < kRepeatedUids) part.uid = 0;  // the meta device's graph, whose nodes may get the flag to be computed later
+        graph = &part;
     }
     if (hidden_at >= 0 && s.skips_logits) {
         part.n_nodes = hidden_at + 1;
         part.uid = 0;
         graph = &part;
     }
-    const ggml_status status = s.exact ? compute_exact(inner(b), graph, s.cell_order, s.fast_kernels, s.n_threads)
-                               : s.fast_kernels ? compute_fast(inner(b), graph, s.n_threads)
+    const ggml_status status = s.exact ? compute_exact(inner(b), graph, s.cell_order, s.fast_kernels, s.threads)
+                               : s.fast_kernels ? compute_fast(inner(b), graph, s.threads)
                                                   : ggml_backend_graph_compute(inner(b), graph);
     if (hidden_at >= 0 && status == GGML_STATUS_SUCCESS) {
         const ggml_tensor * t = whole->nodes[hidden_at];

@@ -72,6 +72,9 @@ NB_MODULE(_native, m) {
        "One flash attention alone, as a stage computes it, for tests: f32 queries (rows, heads, width), keys and values (cells,\n"
        "KV heads, bytes) of ggml types, a mask (rows, cells) as the bits of f16 numbers, an f32 sink of each head, and ALiBi's\n"
        "bias and the cap of scores (0: none). Returns (rows, heads, width). fast: with our own kernel. Raises RuntimeError.");
+    m.def("sum_experts", sum_experts, nb::kw_only(), "experts"_a, "weights"_a, "n_used"_a, "n_threads"_a = 1, "fast"_a = true, released,
+          "Results of experts (tokens, experts, columns), weighted by (tokens, experts) and added up as a stage does it (fast: with our\n"
+          "own kernel). For tests.");
     m.def("time_attention", [](int64_t width, std::pair<int64_t, int64_t> n_heads, int64_t n_rows, int64_t n_cells, int type, int n_threads, int n_rounds) {
         return time_attention({width, width, n_heads.first, n_heads.second, n_rows, n_cells, ggml_type(type), ggml_type(type), false, 0, 0},
                               n_threads, n_rounds);
@@ -150,7 +153,10 @@ NB_MODULE(_native, m) {
             return nb::bytearray(s.wire.out.data(), s.wire.out.size());
         }, "After llama_decode: the headroom, then the bytes for the next rank.")
         .def("cancel", &Stage::cancel, "run"_a, "Stop this run if it is being computed. From any thread.")
-        .def_rw("n_threads", &Stage::n_threads, "In a group: how many threads the next run has.")
+        .def_prop_rw("n_threads", [](Stage & s) { return s.threads.n; }, [](Stage & s, int n) { s.threads.n = n; },
+                     "In a group: how many threads the next run has.")
+        .def_prop_ro("waits", [](Stage & s) { return std::pair(s.threads.n_waits, s.threads.n_operations); },
+                     "With kernels of our own: how often the threads waited for each other in the last run, and how many operations it had.")
         .def_prop_ro("lost", [](Stage & s) { return s.group && s.group->sum->lost(); }, "A part of the group is lost.")
         .def_prop_ro("unsummable", [](Stage & s) { return s.group ? s.group->unsummable : std::string(); },
                      "In a group: a tensor whose parts cannot be added up.")

@@ -13,8 +13,13 @@
 
 namespace ggpipe {
 
-// As ggml_backend_graph_compute on a CPU backend with this number of threads, with operations of our own where they can; see fast.h.
-ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, int n_threads);
+struct Threads {  // of a stage
+    int n = 1;
+    int64_t n_operations = 0, n_waits = 0;  // of the last run; how often they waited for each other (ggml's do it after each operation)
+};
+
+// As ggml_backend_graph_compute on a CPU backend with these threads, with operations of our own where they can; see fast.h.
+ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, Threads & threads);
 
 class CellOrder {  // KV cells in the order in which they were written; see cell_order.cpp
    public:
@@ -52,7 +57,7 @@ class CellOrder {  // KV cells in the order in which they were written; see cell
 
 // As ggml_backend_graph_compute on a CPU backend, with products that depend on the number of rows cut into parts that
 // do not, and with attention that reads KV cells in order. fast: also as `compute_fast`.
-ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order, bool fast, int n_threads);
+ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order, bool fast, Threads & threads);
 
 // Repacked weights of this type are multiplied in an order that depends on the number of rows. fast: with our own products.
 bool repacking_breaks(ggml_type type, bool fast);

@@ -72,8 +72,8 @@ bool repacking_breaks(ggml_type type, bool fast) {
     return type >= GGML_TYPE_Q2_K && type <= GGML_TYPE_Q6_K;  // Q3_K, Q4_K and Q5_K are between the two
 }
 
-ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order, bool fast, int n_threads) {
-    const auto compute = [&](ggml_cgraph * g) { return fast ? compute_fast(backend, g, n_threads) : ggml_backend_graph_compute(backend, g); };
+ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order, bool fast, Threads & threads) {
+    const auto compute = [&](ggml_cgraph * g) { return fast ? compute_fast(backend, g, threads) : ggml_backend_graph_compute(backend, g); };
     const int n_nodes = ggml_graph_n_nodes(graph);
     cell_order.begin_graph();
     size_t n_parts = 0;

@@ -3,9 +3,15 @@
 // In libllama's graphs this is a product and an addition for each further expert: of eight experts, 37 rows are read or written.
 // Here it is one operation, which reads eight and writes one, and rounds as they do.
 #include <algorithm>
+#include <map>
+#include <memory>
+#include <stdexcept>
 #include <vector>
 
+#include "compute.h"
 #include "fast.h"
+#include "ggml-alloc.h"
+#include "stage.h"
 
 namespace ggpipe {
 
@@ -52,18 +58,33 @@ bool is_expert_of(const ggml_tensor * view, const ggml_tensor * weighted, int64_
 }  // namespace
 
 void compute_expert_sum(ggml_tensor * node, int thread, int n_threads, void * graph) {
-    const ggml_tensor * product = ((FastGraph *) graph)->sums.at(node), * experts = product->src[0], * weights = product->src[1];
+    const FastGraph & g = *(FastGraph *) graph;
+    const ggml_tensor * product = g.sums.at(node), * experts = product->src[0];
+    const float * weights = g.copied_weights.count(product) ? g.weights.data() : (const float *) product->src[1]->data;
     const int64_t n_columns = experts->ne[0], n_used = experts->ne[1], n_tokens = experts->ne[2];
     const int64_t n_blocks = (n_columns + kColumns - 1) / kColumns, n = n_blocks * n_tokens;
     for (int64_t i = n * thread / n_threads; i < n * (thread + 1) / n_threads; i++) {
         const int64_t token = i / n_blocks, from = i % n_blocks * kColumns;
-        weigh((const float *) experts->data + token * n_used * n_columns + from, n_columns, (const float *) weights->data + token * n_used,
-              n_used, std::min(kColumns, n_columns - from), (float *) ((char *) node->data + token * node->nb[1]) + from);
+        weigh((const float *) experts->data + token * n_used * n_columns + from, n_columns, weights + token * n_used, n_used,
+              std::min(kColumns, n_columns - from), (float *) ((char *) node->data + token * node->nb[1]) + from);
     }
 }
 
-// Products with experts' weights, each followed by nothing but additions of its results, in the experts' order.
+void copy_expert_weights(ggml_tensor * product, int thread, int, void * graph) {
+    const ggml_tensor * weights = product->src[1];
+    if (thread == 0) std::copy_n((const float *) weights->data, ggml_nelements(weights), ((FastGraph *) graph)->weights.data());
+}
+
+// Products with experts' weights, each followed by nothing but additions of its results, in the experts' order. Nothing else reads
+// what these write on the way.
 void FastGraph::find_sums(ggml_cgraph * graph) {
+    std::map<const ggml_tensor *, int64_t> n_reads;
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        for (const ggml_tensor * source : node->src) {
+            if (source && !is_view(node)) n_reads[source->view_src ? source->view_src : source]++;
+        }
+    }
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         const ggml_tensor * product = ggml_graph_node(graph, i);
         if (!weighs_experts(product)) continue;
@@ -81,11 +102,47 @@ void FastGraph::find_sums(ggml_cgraph * graph) {
             parts.push_back(node);
         }
         const bool is_whole = sum && (int64_t) parts.size() == n_used && (sum->flags & GGML_TENSOR_FLAG_COMPUTE);
-        if (!is_whole || overlap(sum, product->src[0]) || overlap(sum, product->src[1])) continue;
+        if (!is_whole || overlap(sum, product->src[0])) continue;
         parts.pop_back();
-        elsewhere.insert(parts.begin(), parts.end());
+        bool is_read = n_reads[product] != n_used;
+        for (size_t j = 1; j < parts.size(); j++) is_read = is_read || n_reads[parts[j]] != 1;
+        if (is_read) continue;
         sums[sum] = product;
+        if (overlap(sum, product->src[1])) {  // ggml gave the sum memory that the weights need no longer after the product
+            copied_weights.insert(product);
+            weights.resize(std::max<size_t>(weights.size(), ggml_nelements(product->src[1])));
+            parts.erase(parts.begin());
+        }
+        in_sums.insert(parts.begin(), parts.end());
     }
+}
+
+std::vector<float> sum_experts(const std::vector<float> & experts, const std::vector<float> & weights, int64_t n_used, int n_threads, bool fast) {
+    const int64_t n_tokens = n_used > 0 ? weights.size() / n_used : 0, n_columns = n_tokens ? experts.size() / weights.size() : 0;
+    if (n_columns == 0 || experts.size() != size_t(n_tokens * n_used * n_columns)) throw std::runtime_error("experts do not have the size of their weights");
+    const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(ggml_init({1 << 20, nullptr, /*no_alloc*/ true}), ggml_free);
+    ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_columns, n_used, n_tokens);
+    ggml_tensor * w = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, 1, n_used, n_tokens);
+    ggml_tensor * product = ggml_mul(ctx.get(), x, w), * sum = nullptr;
+    for (int64_t i = 0; i < n_used; i++) {
+        ggml_tensor * expert = ggml_view_2d(ctx.get(), product, n_columns, n_tokens, product->nb[2], i * product->nb[1]);
+        sum = sum ? ggml_add(ctx.get(), sum, expert) : expert;
+    }
+    ggml_cgraph * graph = ggml_new_graph(ctx.get());
+    ggml_build_forward_expand(graph, sum);
+    const std::unique_ptr<ggml_backend_buffer, void (*)(ggml_backend_buffer_t)> memory(
+        ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(cpu_device())), ggml_backend_buffer_free);
+    if (!memory) throw std::runtime_error("not enough memory");
+    std::copy(experts.begin(), experts.end(), (float *) x->data);
+    std::copy(weights.begin(), weights.end(), (float *) w->data);
+    const std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)> cpu(ggml_backend_dev_init(cpu_device(), nullptr), ggml_backend_free);
+    ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu.get(), n_threads);
+    Threads threads{n_threads};
+    if ((fast ? compute_fast(cpu.get(), graph, threads) : ggml_backend_graph_compute(cpu.get(), graph)) != GGML_STATUS_SUCCESS) {
+        throw std::runtime_error("ggml cannot compute this");
+    }
+    if (fast && threads.n_waits >= n_used) throw std::runtime_error("this is no sum of experts");
+    return {(float *) sum->data, (float *) sum->data + n_columns * n_tokens};
 }
 
 }  // namespace ggpipe

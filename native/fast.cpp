@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -21,79 +22,121 @@
 namespace ggpipe {
 
 namespace {
-// Where a custom operation's parameters, as ggml writes them, leave room for the number of its step.
-constexpr int kStepIndex = kOwnParams - 2;
-
-struct Graph {
-    explicit Graph(std::deque<QuantizedMemory> & memories) : fast(memories) {}
-    FastGraph fast;
-    std::vector<Step> steps;
-};
-void compute_step_at(ggml_tensor * place, int thread, int n_threads, void * graph) {
-    Graph & g = *(Graph *) graph;
-    compute_step(g.steps[place->op_params[kStepIndex]], thread, n_threads, g.fast);
-}
-
 struct Params { int32_t numbers[GGML_MAX_OP_PARAMS / sizeof(int32_t)]; };
-Params params_of(Graph & graph) {
+Params params_of(ggml_custom_op_t compute, void * state) {
     alignas(16) char memory[1024];  // of a tensor without data
     ggml_context * ctx = ggml_init({sizeof memory, memory, /*no_alloc*/ true});
-    const ggml_tensor * custom = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, compute_step_at, GGML_N_TASKS_MAX, &graph);
+    const ggml_tensor * custom = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, compute, GGML_N_TASKS_MAX, state);
     Params params;
     memcpy(&params, custom->op_params, sizeof params);
     ggml_free(ctx);
     return params;
 }
+
+// How a graph is computed. Nodes become custom operations, or none, only as long as that takes.
+class Computation {
+   public:
+    Computation(ggml_cgraph * graph, int n_threads, std::deque<QuantizedMemory> & memories) : fast_(memories) {
+        fast_.find_states(graph);
+        fast_.find_sums(graph);
+        steps_ = steps_of(graph, n_threads, fast_);
+        for (const Step & step : steps_) {
+            std::vector<ggml_tensor *> products;
+            for (const Step::Own & own : step.own) {
+                add(own.node);
+                if (own.compute == compute_product) products.push_back(own.node);
+            }
+            for (ggml_tensor * node : step.small) add(node);
+            fast_.add(products);
+        }
+        for (const ggml_tensor * node : fast_.in_sums) add(const_cast<ggml_tensor *>(node));
+        for (int i = 0; i < ggml_graph_n_nodes(graph); i++) n_operations += computes(ggml_graph_node(graph, i));
+        n_waits = n_operations - before_.size() + steps_.size();
+    }
+    ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
+        for (const Before & b : before_) {
+            b.node->op = GGML_OP_NONE;
+            memcpy(b.node->op_params + kOwnParams, &b.params, kOwnParams * sizeof(int32_t));
+        }
+        const Params params = params_of(compute_place, this);
+        for (size_t i = 0; i < steps_.size(); i++) {
+            ggml_tensor * place = steps_[i].place;
+            place->op = GGML_OP_CUSTOM;
+            memcpy(place->op_params, &params, kOwnParams * sizeof(int32_t));
+            place->op_params[kStepIndex] = i;
+        }
+        fast_.begin();
+        const ggml_status status = ggml_backend_graph_compute(backend, graph);
+        for (const Before & b : before_) {
+            b.node->op = b.op;
+            memcpy(b.node->op_params, &b.params, sizeof(Params));
+        }
+        return status;
+    }
+    int64_t n_operations = 0, n_waits;
+
+   private:
+    // A custom operation's parameters, as ggml writes them, leave room for the number of its step.
+    static constexpr int kStepIndex = kOwnParams - 2;
+    struct Before {
+        ggml_tensor * node;
+        ggml_op op;
+        Params params;
+    };
+    void add(ggml_tensor * node) {
+        before_.push_back({node, node->op, {}});
+        memcpy(&before_.back().params, node->op_params, sizeof(Params));
+    }
+    static void compute_place(ggml_tensor * place, int thread, int n_threads, void * computation) {
+        Computation & c = *(Computation *) computation;
+        compute_step(c.steps_[place->op_params[kStepIndex]], thread, n_threads, c.fast_);
+    }
+    FastGraph fast_;
+    std::vector<Step> steps_;
+    std::vector<Before> before_;
+};
+
+// Computations of graphs that ggml computes again, by their ids and numbers of threads.
+class Kept {
+   public:
+    Kept() { OnOneThread::prepare(); }
+    Computation & of(ggml_cgraph * graph, int n_threads) {
+        std::unique_ptr<Computation> & kept = kept_[{graph->uid, n_threads}];
+        if (kept && graph->uid) return *kept;
+        n_nodes_ += ggml_graph_n_nodes(graph);
+        if (n_nodes_ > kMostNodes) {
+            kept_.clear();
+            n_nodes_ = ggml_graph_n_nodes(graph);
+        }
+        return *(kept_[{graph->uid, n_threads}] = std::make_unique<Computation>(graph, n_threads, memories_));
+    }
+
+   private:
+    static constexpr int kMostNodes = 40000;  // some 500 bytes each
+    std::deque<QuantizedMemory> memories_;
+    std::map<std::pair<uint64_t, int>, std::unique_ptr<Computation>> kept_;
+    int n_nodes_ = 0;
+};
 }  // namespace
 
 ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph) {
+    if (graph.sums.count(node)) return compute_expert_sum;
+    if (graph.copied_weights.count(node)) return copy_expert_weights;
     return is_product(node) ? compute_product : can_attend(node) ? compute_attention : recurrent_operation(node, graph);
 }
 
-ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, int n_threads) {
-    static thread_local std::deque<QuantizedMemory> memories;  // kept from graph to graph
-    Graph state(memories);
-    state.fast.find_states(graph);
-    state.steps = steps_of(graph, n_threads, state.fast);
-    const Params custom = params_of(state);
-    struct Before { ggml_tensor * node; ggml_op op; Params params; };
-    std::vector<Before> before;
-    std::deque<ggml_tensor> copies;
-    const auto replace = [&](ggml_tensor * node) {
-        before.push_back({node, node->op, {}});
-        memcpy(&before.back().params, node->op_params, sizeof(Params));
-        node->op = GGML_OP_NONE;
-    };
-    for (size_t i = 0; i < state.steps.size(); i++) {
-        Step & step = state.steps[i];
-        std::vector<ggml_tensor *> products;
-        for (const Step::Own & own : step.own) {
-            replace(own.node);
-            memcpy(own.node->op_params + kOwnParams, own.node->op_params, kOwnParams * sizeof(int32_t));
-            if (own.compute == compute_product) products.push_back(own.node);
-        }
-        for (ggml_tensor *& node : step.small) {
-            copies.push_back(*node);
-            replace(node);
-            node = &copies.back();
-        }
-        memcpy(step.place->op_params, &custom, kOwnParams * sizeof(int32_t));
-        step.place->op_params[kStepIndex] = i;
-        step.place->op = GGML_OP_CUSTOM;
-        state.fast.add(products);
-    }
-    const ggml_status status = ggml_backend_graph_compute(backend, graph);
-    for (const Before & b : before) {
-        b.node->op = b.op;
-        memcpy(b.node->op_params, &b.params, sizeof(Params));
-    }
-    return status;
+ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, Threads & threads) {
+    static thread_local Kept kept;
+    Computation & computation = kept.of(graph, threads.n);
+    threads.n_operations += computation.n_operations;
+    threads.n_waits += computation.n_waits;
+    return computation.compute(backend, graph);
 }
 
 namespace {
 class OneAttention {  // a graph of one attention, with its memory
    public:
-    OneAttention(const AttentionShape & s, int n_threads) : n_threads_(n_threads) {
+    OneAttention(const AttentionShape & s, int n_threads) : threads_{n_threads} {
         ggml_context * ctx = ctx_.get();
         q = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.key_width, s.n_rows, s.n_heads);
         k = ggml_new_tensor_3d(ctx, s.key_type, s.key_width, s.n_kv_heads, s.n_cells);  // as in libllama's cache
@@ -111,14 +154,14 @@ class OneAttention {  // a graph of one attention, with its memory
         ggml_build_forward_expand(graph_, result);
     }
     void compute(bool fast) {
-        if ((fast ? compute_fast(cpu_.get(), graph_, n_threads_) : ggml_backend_graph_compute(cpu_.get(), graph_)) != GGML_STATUS_SUCCESS) {
+        if ((fast ? compute_fast(cpu_.get(), graph_, threads_) : ggml_backend_graph_compute(cpu_.get(), graph_)) != GGML_STATUS_SUCCESS) {
             throw std::runtime_error("ggml cannot compute this");
         }
     }
     ggml_tensor * q, * k, * v, * mask, * sinks, * result;
 
    private:
-    const int n_threads_;
+    Threads threads_;
     std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx_{ggml_init({1 << 20, nullptr, /*no_alloc*/ true}), ggml_free};
     std::unique_ptr<ggml_backend_buffer, void (*)(ggml_backend_buffer_t)> buffer_{nullptr, ggml_backend_buffer_free};
     std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)> cpu_{ggml_backend_dev_init(cpu_device(), nullptr), ggml_backend_free};
@@ -204,7 +247,8 @@ std::vector<float> multiply(const Product & p, int n_threads, bool repack, bool 
     ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu.get(), n_threads);
     ggml_cgraph * graph = ggml_new_graph(ctx.get());
     ggml_build_forward_expand(graph, result);
-    require((fast ? compute_fast(cpu.get(), graph, n_threads) : ggml_backend_graph_compute(cpu.get(), graph)) == GGML_STATUS_SUCCESS,
+    Threads threads{n_threads};
+    require((fast ? compute_fast(cpu.get(), graph, threads) : ggml_backend_graph_compute(cpu.get(), graph)) == GGML_STATUS_SUCCESS,
             "ggml cannot compute this");
     std::vector<float> results(ggml_nelements(result));
     ggml_backend_tensor_get(result, results.data(), 0, ggml_nbytes(result));

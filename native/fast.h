@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,7 +37,8 @@ struct FastGraph {
         std::atomic<int64_t> taken{0}, done{0};  // rows
     };
     struct Product {
-        Product(Quantized & q, const ggml_tensor * w, const Kernel * k) : quantized(q), weights(w), kernel(k) {}
+        Product(ggml_tensor * n, Quantized & q, const Kernel * k) : node(n), quantized(q), weights(n->src[0]), kernel(k) {}
+        ggml_tensor * node;
         Quantized & quantized;
         const ggml_tensor * weights;
         const Kernel * kernel;
@@ -53,9 +55,14 @@ struct FastGraph {
     std::deque<Quantized> quantized;
     std::deque<Product> products;
     std::map<const ggml_tensor *, State> states;  // by each of their nodes
+    std::map<const ggml_tensor *, const ggml_tensor *> sums;  // of experts: the last addition, and the product with their weights
+    std::set<const ggml_tensor *> in_sums, copied_weights;    // other nodes of these; products whose weights go to `weights`
+    std::vector<float> weights;
 
     void add(const std::vector<ggml_tensor *> & products_of_step);
+    void begin();  // before each time that the graph is computed
     void find_states(ggml_cgraph * graph);
+    void find_sums(ggml_cgraph * graph);
 };
 
 // Flash attention for any number of rows; see attention.cpp.
@@ -64,6 +71,10 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void * sta
 
 // The function that computes a node of a recurrent layer; see recurrent.cpp. nullptr: ggml does.
 ggml_custom_op_t recurrent_operation(const ggml_tensor * node, const FastGraph & graph);
+
+// A token's experts, weighted and added up; see experts.cpp.
+void compute_expert_sum(ggml_tensor * node, int thread, int n_threads, void * state);
+void copy_expert_weights(ggml_tensor * product, int thread, int n_threads, void * state);
 
 // Products with quantized weights; see products.cpp.
 bool is_product(const ggml_tensor * node);
@@ -89,6 +100,10 @@ struct Product {
 };
 // Row by row for each token, and for each of its experts. Throws std::runtime_error.
 std::vector<float> multiply(const Product & product, int n_threads, bool repack, bool fast);
+
+// (tokens, columns): results of experts (tokens, experts, columns), weighted by (tokens, experts) and added up, as a stage computes it,
+// for tests. Throws std::runtime_error.
+std::vector<float> sum_experts(const std::vector<float> & experts, const std::vector<float> & weights, int64_t n_used, int n_threads, bool fast);
 
 // One attention alone, as a stage computes it, for tests and measurements.
 struct AttentionShape {

@@ -8,6 +8,7 @@
 #include "group_graphs.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <mutex>
@@ -209,7 +210,8 @@ void GroupGraphs::computes(ggml_backend_t ours, ggml_cgraph * graph) {
     ggml_graph_cpy(graph, recording_->uses);  // its table of uses has those of all graphs that were copied there
     ggml_tensor ** nodes = ggml_graph_nodes(graph);
     recording_->nodes.insert(recording_->nodes.end(), nodes, nodes + ggml_graph_n_nodes(graph));
-    recording_->steps.push_back({recording_->nodes.size(), nullptr});
+    static std::atomic<uint64_t> last_uid{kRepeatedUids};
+    recording_->steps.push_back({recording_->nodes.size(), nullptr, ++last_uid});
 }
 
 // A part computes no node of which it has no source: it adds zeros. When the meta device delays a sum, it leaves out all
@@ -237,6 +239,7 @@ ggml_status GroupGraphs::repeat(Split & split) {
     for (const Step & s : split.steps) {
         step.nodes = split.nodes.data() + at;
         step.n_nodes = s.end - at;
+        step.uid = s.uid;
         at = s.end;
         const ggml_status status = ours_->iface.graph_compute(ours_, &step);
         if (status != GGML_STATUS_SUCCESS) return status;

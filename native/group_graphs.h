@@ -1,6 +1,7 @@
 // Graphs of a group's stage that come again; see group_graphs.cpp.
 #pragma once
 
+#include <cstdint>
 #include <list>
 #include <memory>
 #include <unordered_map>
@@ -13,6 +14,8 @@
 namespace ggpipe {
 
 struct Group;
+
+constexpr uint64_t kRepeatedUids = uint64_t(1) << 63;  // of graphs that are computed without the meta device; ggml counts from 1
 
 class GroupGraphs {
    public:
@@ -36,7 +39,7 @@ class GroupGraphs {
         ggml_tensor * slice;           // ours
         ggml_tensor slice_bytes;       // when it was computed
     };
-    struct Step { size_t end; ggml_tensor * sum; };  // nodes before `end` are computed, then a slice is summed, if any
+    struct Step { size_t end; ggml_tensor * sum; uint64_t uid; };  // nodes before `end` are computed, then a slice is summed, if any
     struct Split {                                   // what ggml's scheduler has computed at a time
         const ggml_tensor * first = nullptr;
         int n_nodes = 0;

@@ -134,11 +134,20 @@ void FastGraph::add(const std::vector<ggml_tensor *> & products_of_step) {
                 needed.push_back(false);
             }
             kept[i] = &quantized.emplace_back(source, kernel, memories[i]);
-            make_room(memories[i], (source->ne[0] + kChunk - 1) / kChunk * source->ne[1] * source->ne[2], kernel->chunk_bytes);
         }
         needed[i] = true;
-        product->op_params[kIndex] = products.size();
-        products.emplace_back(*kept[i], product->src[0], kernel);
+        products.emplace_back(product, *kept[i], kernel);
+    }
+}
+
+void FastGraph::begin() {
+    for (Quantized & q : quantized) {
+        make_room(q.memory, activations_of(q).n_chunks * activations_of(q).n_rows, q.kernel->chunk_bytes);
+        q.taken = q.done = 0;
+    }
+    for (size_t i = 0; i < products.size(); i++) {
+        products[i].taken = 0;
+        products[i].node->op_params[kIndex] = i;
     }
 }
 
@@ -214,6 +223,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
 bool multiplies_repacked(ggml_type) { return false; }
 bool is_product(const ggml_tensor *) { return false; }
 void FastGraph::add(const std::vector<ggml_tensor *> &) {}
+void FastGraph::begin() {}
 void compute_product(ggml_tensor *, int, int, void *) {}
 #endif
 

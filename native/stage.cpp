@@ -59,6 +59,7 @@ void Stage::begin_run(int64_t run, const uint8_t * incoming, size_t size, size_t
     wire.begin(incoming, size, headroom);
     passing = nullptr;
     misplaced = missing = 0;
+    threads.n_operations = threads.n_waits = 0;
     hidden.clear();
     if (group) group->begin_run();
     current_run_ = run;

@@ -101,7 +101,7 @@ struct Stage {
     std::vector<uint8_t> hidden;   // of the last run
 
     CellOrder cell_order;  // kept where `exact`
-    int n_threads = 1;     // of LOCAL
+    Threads threads;       // of LOCAL
     Wire wire;
     int misplaced = 0;     // reads from DOWN: the cut runs through a layer
     int missing = 0;       // reads from UP that the run did not bring

@@ -5,16 +5,18 @@
 #include <memory>
 
 #include "abi.h"
+#include "ggml-cpu.h"
 #include "stage.h"
 
 namespace ggpipe {
 
 namespace {
-constexpr double kWaitNs = 200;  // for each thread; a barrier of two takes 450 on an AMD EPYC of 2017
+constexpr double kWaitNs = 200;  // of a wait, for each thread: two take 450 on an AMD EPYC of 2017
 
 struct Memory {
     const char * begin, * end;
     explicit Memory(const ggml_tensor * t) : begin((const char *) t->data), end(begin + ggml_nbytes(t)) {}
+    explicit Memory(const std::vector<float> & v) : begin((const char *) v.data()), end((const char *) (v.data() + v.size())) {}
     bool overlaps(const Memory & other) const { return begin < other.end && other.begin < end; }
 };
 
@@ -24,11 +26,20 @@ bool is_constant(const ggml_tensor * t) {
 
 class Uses {  // of memory, by some operations
    public:
-    void add(const ggml_tensor * node) {
-        written_.emplace_back(node);
-        for (const ggml_tensor * source : node->src) {
+    Uses() = default;
+    Uses(const ggml_tensor * node, const FastGraph & fast) {
+        const auto sum = fast.sums.find(node);
+        const bool copies = fast.copied_weights.count(node), is_sum = sum != fast.sums.end();
+        if (copies) written_.emplace_back(fast.weights);
+        else written_.emplace_back(node);
+        if (is_sum && fast.copied_weights.count(sum->second)) read_.emplace_back(fast.weights);
+        for (const ggml_tensor * source : (is_sum ? sum->second : node)->src) {
             if (source && !is_constant(source)) read_.emplace_back(source);
         }
+    }
+    void add(const Uses & others) {
+        written_.insert(written_.end(), others.written_.begin(), others.written_.end());
+        read_.insert(read_.end(), others.read_.begin(), others.read_.end());
     }
     // Whether these operations and others have to keep their order.
     bool conflict(const Uses & others) const {
@@ -80,6 +91,8 @@ double ns_of(const ggml_tensor * node) {
 
 // Whether one thread computes this in little more time than all of them, who would have to wait for each other.
 bool is_small(const ggml_tensor * node, int n_threads) {
+    static const auto is_numa = (decltype(&ggml_is_numa)) cpu_function("ggml_backend_cpu_is_numa");
+    if (is_numa()) return false;  // after each graph, ggml lets its first thread run on all nodes again
     const double each = ns_of(node);
     const ggml_tensor * source = node->src[0];
     if (each == 0 || !source) return false;
@@ -91,23 +104,26 @@ bool is_small(const ggml_tensor * node, int n_threads) {
 
 class Plan {  // of steps, in their order
    public:
-    void add(ggml_tensor * node, ggml_custom_op_t own, int n_threads, bool is_fence) {
+    void add(ggml_tensor * node, ggml_custom_op_t own, int n_threads, const FastGraph & fast) {
+        const bool is_fence = fast.states.count(node) || node->op == GGML_OP_CUSTOM;
         const bool is_small_one = !own && !is_fence && is_small(node, n_threads);
-        const bool can_join = is_small_one || (own == compute_product && !is_fence);
-        Uses uses;
-        uses.add(node);
+        const bool can_join = is_small_one || ((own == compute_product || own == copy_expert_weights) && !is_fence);
+        const Uses uses(node, fast);
         Entry & entry = can_join ? entry_for(uses, is_small_one) : entries_.emplace_back();
         if (!entry.step.place) entry.step.place = node;
         entry.is_open = can_join;
         if (own) entry.step.own.push_back({node, own});
         if (is_small_one) entry.step.small.push_back(node);
-        (is_small_one ? entry.small : entry.others).add(node);
+        (is_small_one ? entry.small : entry.others).add(uses);
         if (is_fence) begin_ = entries_.size();
     }
     std::vector<Step> steps() {
         std::vector<Step> steps;
         for (Entry & entry : entries_) {
-            if (entry.step.own.size() || entry.step.small.size() > 1) steps.push_back(std::move(entry.step));
+            Step & step = entry.step;
+            if (step.own.empty() && step.small.size() < 2) continue;
+            if (!step.small.empty()) step.one_thread = std::make_unique<OnOneThread>(step.small);
+            steps.push_back(std::move(step));
         }
         return steps;
     }
@@ -142,38 +158,65 @@ class Plan {  // of steps, in their order
     size_t begin_ = 0;  // no operation goes before this step
 };
 
+// A CPU backend with one thread.
+class OneThread {
+   public:
+    OneThread() {
+        const ggml_threadpool_params params = ggml_threadpool_params_default(1);
+        pool_ = ((decltype(&ggml_threadpool_new)) cpu_function("ggml_threadpool_new"))(const_cast<ggml_threadpool_params *>(&params));
+        ((decltype(&ggml_backend_cpu_set_threadpool)) cpu_function("ggml_backend_cpu_set_threadpool"))(cpu, pool_);
+        ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu, 1);
+        // ggml finds operations to fuse by a table that only its own graphs have, but not so with its reference kernels
+        ((decltype(&ggml_backend_cpu_set_use_ref)) cpu_function("ggml_backend_cpu_set_use_ref"))(cpu, true);
+    }
+    ~OneThread() {
+        ggml_backend_free(cpu);
+        ((decltype(&ggml_threadpool_free)) cpu_function("ggml_threadpool_free"))(pool_);
+    }
+    const ggml_backend_t cpu = ggml_backend_dev_init(cpu_device(), nullptr);
+
+   private:
+    ggml_threadpool * pool_;
+};
 ggml_backend_t one_thread() {
-    static thread_local const std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)> cpu = [] {
-        ggml_backend_t b = ggml_backend_dev_init(cpu_device(), nullptr);
-        ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(b, 1);
-        // ggml looks for operations that it can fuse in a table that only its own graphs have, but not so with its reference kernels
-        ((void (*)(ggml_backend_t, bool)) cpu_function("ggml_backend_cpu_set_use_ref"))(b, true);
-        return std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)>(b, ggml_backend_free);
-    }();
-    return cpu.get();
+    static thread_local const OneThread thread;
+    return thread.cpu;
 }
 }  // namespace
 
+OnOneThread::OnOneThread(const std::vector<ggml_tensor *> & nodes) : plan_(nullptr, [](void * p) { ggml_backend_graph_plan_free(one_thread(), p); }) {
+    copies_.reserve(nodes.size());
+    for (const ggml_tensor * node : nodes) nodes_.push_back(&copies_.emplace_back(*node));
+    ggml_cgraph graph{};
+    graph.size = graph.n_nodes = nodes_.size();
+    graph.nodes = nodes_.data();
+    plan_.reset(ggml_backend_graph_plan_create(one_thread(), &graph));
+}
+
+bool computes(const ggml_tensor * node) {
+    return !is_view(node) && !ggml_is_empty(node) && (node->flags & GGML_TENSOR_FLAG_COMPUTE);
+}
+
+void OnOneThread::prepare() { one_thread(); }
+
+void OnOneThread::compute() const { ggml_backend_graph_plan_compute(one_thread(), plan_.get()); }
+
 std::vector<Step> steps_of(ggml_cgraph * graph, int n_threads, const FastGraph & fast) {
     Plan plan;
-    std::vector<Step> apart;
+    std::vector<Step> steps;
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
-        if (is_view(node) || ggml_is_empty(node) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) continue;
+        if (!computes(node) || fast.in_sums.count(node)) continue;
         const ggml_custom_op_t own = own_operation(node, fast);
-        if (n_threads > 1) plan.add(node, own, n_threads, fast.states.count(node) || node->op == GGML_OP_CUSTOM);
-        else if (own) apart.push_back({node, {{node, own}}, {}});
+        if (n_threads > 1) plan.add(node, own, n_threads, fast);
+        else if (own) steps.push_back({node, {{node, own}}, {}});
     }
-    return n_threads > 1 ? plan.steps() : apart;
+    if (n_threads > 1) steps = plan.steps();
+    return steps;
 }
 
 void compute_step(const Step & step, int thread, int n_threads, FastGraph & fast) {
-    if (thread == 0 && !step.small.empty()) {
-        ggml_cgraph graph{};
-        graph.size = graph.n_nodes = step.small.size();
-        graph.nodes = const_cast<ggml_tensor **>(step.small.data());
-        ggml_backend_graph_compute(one_thread(), &graph);
-    }
+    if (thread == 0 && step.one_thread) step.one_thread->compute();
     for (const Step::Own & own : step.own) own.compute(own.node, thread, n_threads, &fast);
 }
 

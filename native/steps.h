@@ -5,11 +5,29 @@
 // other. Here such products are computed together, and small operations one after another on one thread.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "fast.h"
+#include "ggml-backend.h"
 
 namespace ggpipe {
+
+// Whether ggml would compute a node.
+bool computes(const ggml_tensor * node);
+
+// Operations of ggml's that one thread computes one after another.
+class OnOneThread {
+   public:
+    explicit OnOneThread(const std::vector<ggml_tensor *> & nodes);
+    void compute() const;
+    static void prepare();  // in each thread, before what keeps such objects
+
+   private:
+    std::vector<ggml_tensor> copies_;  // the nodes themselves are no operations while the graph is computed
+    std::vector<ggml_tensor *> nodes_;
+    std::unique_ptr<void, void (*)(ggml_backend_graph_plan_t)> plan_;
+};
 
 // One wait, and what is computed before it.
 struct Step {
@@ -17,9 +35,10 @@ struct Step {
         ggml_tensor * node;
         ggml_custom_op_t compute;
     };
-    ggml_tensor * place = nullptr;     // the first of its nodes
-    std::vector<Own> own;              // of our operations, which all threads compute; none depends on another, nor on `small`
-    std::vector<ggml_tensor *> small;  // of ggml's, which the first thread computes in this order
+    ggml_tensor * place = nullptr;  // the first of its nodes
+    std::vector<Own> own;           // of our operations, which all threads compute; none depends on another, nor on `small`
+    std::vector<ggml_tensor *> small;  // of ggml's, in their order
+    std::unique_ptr<OnOneThread> one_thread = nullptr;  // computes `small`
 };
 
 // The steps of a graph that contain operations of our own, or several of ggml's, which computes all others in their places.

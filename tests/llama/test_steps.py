@@ -1,5 +1,5 @@
-"""Operations that are computed together, or on one thread, without a wait between them: the bits are those of one thread,
-which computes one operation after another."""
+"""Operations between which the threads do not wait for each other: the bits are those of one thread, which computes one
+after another."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from support.reference import Logits, run_of
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.llama import machine
+from ggpipe.llama.libllama import native
 
 RUNS = (11, 1, 1, 4, 1, 70, 2)
-"""From one row, most of whose operations are small, to as many as nothing is small for."""
+"""From one row, most of whose operations are small, to as many as no operation is small for."""
+REFUSED = {"plm", "rwkv6qwen2"}
+"""By libllama: their metadata do not suit so small a model."""
+CONTEXT = ContextConfig(n_ctx=256)
 
 pytestmark = pytest.mark.skipif(
     not {"AVX2", "FMA", "F16C"} <= set(machine.cpu_features()), reason="needs a CPU with AVX2"
 )
 
 
-def logits(path: Path, threads: int, context: ContextConfig) -> Logits:
+def logits(path: Path, threads: int, context: ContextConfig = CONTEXT) -> Logits:
     """Of the same random tokens, decoded in RUNS: (rows, vocabulary)."""
     tokens = np.random.default_rng(0).integers(1, 100, sum(RUNS)).tolist()
     rows, pos = [], 0
@@ -33,9 +37,43 @@ def logits(path: Path, threads: int, context: ContextConfig) -> Logits:
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *MIXTURES} - {"plm", "rwkv6qwen2"}))
-def test_same_bits_as_one_thread(name: str, threads: int, tmp_path: Path) -> None:
+def waits(path: Path, threads: int, n_rows: int) -> tuple[int, int]:
+    """Of a run's threads for each other, and its operations."""
+    with Pipeline(path, (), CONTEXT, threads=threads) as pipeline:
+        pipeline.decode(run_of(1, [5] * n_rows, 0))
+        return pipeline.stages[0]._native.waits
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *MIXTURES} - REFUSED))
+def test_same_bits_as_one_thread(name: str, tmp_path: Path) -> None:
     path = write(name, tmp_path / "model.gguf", sizes=SMALL)
-    context = ContextConfig(n_ctx=256)
+    np.testing.assert_array_equal(logits(path, 3), logits(path, 1))
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "deepseek2", "qwen35moe", "gpt-oss", "gemma2"])
+@pytest.mark.parametrize("threads", [2, 8])
+def test_exact_bits_with_any_number_of_threads(name: str, threads: int, tmp_path: Path) -> None:
+    path = write(name, tmp_path / "model.gguf", sizes=SMALL)
+    context = ContextConfig(n_ctx=256, exact=True, fast_kernels=True)
     np.testing.assert_array_equal(logits(path, threads, context), logits(path, 1, context))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35moe", "deepseek2"])
+def test_waits_are_fewer_than_operations(name: str, tmp_path: Path) -> None:
+    path = write(name, tmp_path / "model.gguf", sizes=SMALL)
+    n_waits, n_operations = waits(path, 2, 1)
+    assert n_waits < 0.6 * n_operations
+    n_waits_of_many, _ = waits(path, 2, 200)
+    assert n_waits < n_waits_of_many < n_operations
+
+
+@pytest.mark.parametrize(("n_used", "n_columns", "n_tokens"), [(2, 64, 1), (8, 200, 1), (8, 2048, 5), (3, 33, 40)])
+def test_experts_are_weighted_and_added_as_ggml_does_it(n_used: int, n_columns: int, n_tokens: int) -> None:
+    """To the bit."""
+    rng = np.random.default_rng(n_columns)
+    experts = rng.standard_normal(n_tokens * n_used * n_columns, np.float32).tolist()
+    weights = rng.random(n_tokens * n_used, np.float32).tolist()
+    ggmls = native.sum_experts(experts=experts, weights=weights, n_used=n_used, fast=False)
+    for threads in (1, 3):
+        assert native.sum_experts(experts=experts, weights=weights, n_used=n_used, n_threads=threads) == ggmls

@@ -1,8 +1,9 @@
-"""Models with recurrent layers, with ggpipe's kernels and with ggml's; run it as `scripts/bench/recurrent`.
+"""Layers of mixtures and of recurrent models, with ggpipe's kernels and with ggml's; run it as `scripts/bench/layers`.
 
 Models are random ones in Q4_K_M whose four layers are as large as real ones (tests/support/architectures.py). Two
 stages continue the same sequence in turn. A line for each model and number of rows: milliseconds of a run, medians, and
-the ratio of the two with the quartiles of the rounds.
+the ratio of the two with the quartiles of the rounds; then how often ggpipe's threads wait for each other in a run, and
+the number of its operations, after each of which ggml's threads wait.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class Shape:
 
 
 SHAPES = {
+    # As Qwen3-30B-A3B, with 8 of 32 experts instead of 128
+    "qwen3moe": Shape(
+        Sizes(width=2048, n_head=32, n_ff=768, n_experts=32), {"expert_used_count": 8, "attention.head_count_kv": 4}
+    ),
     # As Qwen3.5-35B-A3B, with 8 of 32 experts instead of 256: three delta nets, then attention
     "qwen35moe": Shape(
         Sizes(width=2048, n_head=16, n_ff=512, n_experts=32),
@@ -78,6 +83,11 @@ class Continued:
         )
         return outcome.compute_s * 1e3
 
+    @property
+    def waits(self) -> tuple[int, int]:
+        """Of the last run's threads for each other, and operations."""
+        return self._stage._native.waits
+
 
 def bench(name: str, folder: Path, threads: int, rounds: int) -> None:
     """Print a line for each number of rows."""
@@ -91,7 +101,9 @@ def bench(name: str, folder: Path, threads: int, rounds: int) -> None:
         pairs = [(ggml.decode(n), own.decode(n)) for _ in range(rounds + 1)][1:]  # the first round warms up
         low, ratio, high = statistics.quantiles([b / a for a, b in pairs], n=4)
         before, after = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{name:10} {n:5d} {before:8.1f} {after:8.1f}  {ratio:.2f} [{low:.2f}-{high:.2f}]", flush=True)
+        times = f"{before:8.1f} {after:8.1f}  {ratio:.2f} [{low:.2f}-{high:.2f}]"
+        waits, operations = own.waits
+        print(f"{name:10} {n:5d} {times} {waits:6d} {operations:6d}", flush=True)
 
 
 def main() -> None:
@@ -102,7 +114,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
     start()
-    print(f"recurrent: {args.threads} threads, {args.rounds} rounds\nmodel       rows     ggml     ours  ratio")
+    print(f"layers: {args.threads} threads, {args.rounds} rounds")
+    print("model       rows     ggml     ours  ratio             waits    ops")
     for name in args.models or SHAPES:
         with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
             bench(name, Path(folder), args.threads, args.rounds)
