@@ -18,13 +18,7 @@ namespace ggpipe {
 namespace {
 constexpr int64_t kColumns = 64;
 
-#ifdef __x86_64__
-#define GGPIPE_TARGET __attribute__((target("avx2")))  // without FMA, which would round once
-#else
-#define GGPIPE_TARGET
-#endif
-
-GGPIPE_TARGET void weigh(const float * experts, int64_t stride, const float * weights, int64_t n_used, int64_t n, float * to) {
+void weigh(const float * experts, int64_t stride, const float * weights, int64_t n_used, int64_t n, float * to) {
     float sums[kColumns];
     for (int64_t i = 0; i < n; i++) sums[i] = experts[i] * weights[0];
     for (int64_t expert = 1; expert < n_used; expert++) {
@@ -51,9 +45,9 @@ bool weighs_experts(const ggml_tensor * node) {
 
 // Whether a tensor is one expert's results among weighted ones, as a matrix (columns, tokens).
 bool is_expert_of(const ggml_tensor * view, const ggml_tensor * weighted, int64_t expert) {
-    return view->view_src == weighted && view->data == (const char *) weighted->data + expert * weighted->nb[1] && view->ne[0] == weighted->ne[0] &&
-           view->ne[1] == weighted->ne[2] && view->ne[2] * view->ne[3] == 1 && view->nb[0] == sizeof(float) &&
-           (view->ne[1] == 1 || view->nb[1] == weighted->nb[2]);
+    return view->view_src == weighted && view->data == (const char *) weighted->data + expert * weighted->nb[1] &&
+           view->ne[0] == weighted->ne[0] && view->ne[1] == weighted->ne[2] && view->ne[2] * view->ne[3] == 1 &&
+           view->nb[0] == sizeof(float) && (view->ne[1] == 1 || view->nb[1] == weighted->nb[2]);
 }
 }  // namespace
 
@@ -117,9 +111,12 @@ void FastGraph::find_sums(ggml_cgraph * graph) {
     }
 }
 
-std::vector<float> sum_experts(const std::vector<float> & experts, const std::vector<float> & weights, int64_t n_used, int n_threads, bool fast) {
+std::vector<float> sum_experts(
+    const std::vector<float> & experts, const std::vector<float> & weights, int64_t n_used, int n_threads, bool fast) {
     const int64_t n_tokens = n_used > 0 ? weights.size() / n_used : 0, n_columns = n_tokens ? experts.size() / weights.size() : 0;
-    if (n_columns == 0 || experts.size() != size_t(n_tokens * n_used * n_columns)) throw std::runtime_error("experts do not have the size of their weights");
+    if (n_columns == 0 || experts.size() != size_t(n_tokens * n_used * n_columns)) {
+        throw std::runtime_error("experts do not have the size of their weights");
+    }
     const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(ggml_init({1 << 20, nullptr, /*no_alloc*/ true}), ggml_free);
     ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_columns, n_used, n_tokens);
     ggml_tensor * w = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, 1, n_used, n_tokens);

@@ -103,7 +103,8 @@ std::vector<float> multiply(const Product & product, int n_threads, bool repack,
 
 // (tokens, columns): results of experts (tokens, experts, columns), weighted by (tokens, experts) and added up, as a stage computes it,
 // for tests. Throws std::runtime_error.
-std::vector<float> sum_experts(const std::vector<float> & experts, const std::vector<float> & weights, int64_t n_used, int n_threads, bool fast);
+std::vector<float> sum_experts(
+    const std::vector<float> & experts, const std::vector<float> & weights, int64_t n_used, int n_threads, bool fast);
 
 // One attention alone, as a stage computes it, for tests and measurements.
 struct AttentionShape {

@@ -184,7 +184,8 @@ ggml_backend_t one_thread() {
 }
 }  // namespace
 
-OnOneThread::OnOneThread(const std::vector<ggml_tensor *> & nodes) : plan_(nullptr, [](void * p) { ggml_backend_graph_plan_free(one_thread(), p); }) {
+OnOneThread::OnOneThread(const std::vector<ggml_tensor *> & nodes)
+    : plan_(nullptr, [](void * p) { ggml_backend_graph_plan_free(one_thread(), p); }) {
     copies_.reserve(nodes.size());
     for (const ggml_tensor * node : nodes) nodes_.push_back(&copies_.emplace_back(*node));
     ggml_cgraph graph{};

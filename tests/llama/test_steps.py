@@ -44,7 +44,6 @@ def waits(path: Path, threads: int, n_rows: int) -> tuple[int, int]:
         return pipeline.stages[0]._native.waits
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *MIXTURES} - REFUSED))
 def test_same_bits_as_one_thread(name: str, tmp_path: Path) -> None:
     path = write(name, tmp_path / "model.gguf", sizes=SMALL)
