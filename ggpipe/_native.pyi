@@ -174,7 +174,7 @@ class Stage:
     @property
     def waits(self) -> tuple[int, int]:
         """
-        With kernels of our own: how often the threads waited for each other in the last run, and how many operations it had.
+        With our own kernels: how often the threads waited for each other in the last run, and how many operations it had.
         """
 
     @property

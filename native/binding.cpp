@@ -156,7 +156,7 @@ NB_MODULE(_native, m) {
         .def_prop_rw("n_threads", [](Stage & s) { return s.threads.n; }, [](Stage & s, int n) { s.threads.n = n; },
                      "In a group: how many threads the next run has.")
         .def_prop_ro("waits", [](Stage & s) { return std::pair(s.threads.n_waits, s.threads.n_operations); },
-                     "With kernels of our own: how often the threads waited for each other in the last run, and how many operations it had.")
+                     "With our own kernels: how often the threads waited for each other in the last run, and how many operations it had.")
         .def_prop_ro("lost", [](Stage & s) { return s.group && s.group->sum->lost(); }, "A part of the group is lost.")
         .def_prop_ro("unsummable", [](Stage & s) { return s.group ? s.group->unsummable : std::string(); },
                      "In a group: a tensor whose parts cannot be added up.")

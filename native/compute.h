@@ -15,7 +15,7 @@ namespace ggpipe {
 
 struct Threads {  // of a stage
     int n = 1;
-    int64_t n_operations = 0, n_waits = 0;  // of the last run; how often they waited for each other (ggml's do it after each operation)
+    int64_t n_operations = 0, n_waits = 0;  // of the last run; how often they waited for each other
 };
 
 // As ggml_backend_graph_compute on a CPU backend with these threads, with operations of our own where they can; see fast.h.

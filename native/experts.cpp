@@ -8,7 +8,6 @@
 #include <stdexcept>
 #include <vector>
 
-#include "compute.h"
 #include "fast.h"
 #include "ggml-alloc.h"
 #include "stage.h"
@@ -132,13 +131,7 @@ std::vector<float> sum_experts(
     if (!memory) throw std::runtime_error("not enough memory");
     std::copy(experts.begin(), experts.end(), (float *) x->data);
     std::copy(weights.begin(), weights.end(), (float *) w->data);
-    const std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)> cpu(ggml_backend_dev_init(cpu_device(), nullptr), ggml_backend_free);
-    ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu.get(), n_threads);
-    Threads threads{n_threads};
-    if ((fast ? compute_fast(cpu.get(), graph, threads) : ggml_backend_graph_compute(cpu.get(), graph)) != GGML_STATUS_SUCCESS) {
-        throw std::runtime_error("ggml cannot compute this");
-    }
-    if (fast && threads.n_waits >= n_used) throw std::runtime_error("this is no sum of experts");
+    if (compute_alone(graph, n_threads, fast) >= n_used && fast) throw std::runtime_error("this is no sum of experts");
     return {(float *) sum->data, (float *) sum->data + n_columns * n_tokens};
 }
 

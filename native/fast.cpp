@@ -215,6 +215,16 @@ std::vector<std::pair<double, double>> time_attention(const AttentionShape & sha
     return times;
 }
 
+int64_t compute_alone(ggml_cgraph * graph, int n_threads, bool fast) {
+    const std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)> cpu(ggml_backend_dev_init(cpu_device(), nullptr), ggml_backend_free);
+    ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu.get(), n_threads);
+    Threads threads{n_threads};
+    if ((fast ? compute_fast(cpu.get(), graph, threads) : ggml_backend_graph_compute(cpu.get(), graph)) != GGML_STATUS_SUCCESS) {
+        throw std::runtime_error("ggml cannot compute this");
+    }
+    return threads.n_waits;
+}
+
 std::vector<float> multiply(const Product & p, int n_threads, bool repack, bool fast) {
     const auto require = [](bool holds, const char * what) {
         if (!holds) throw std::runtime_error(what);
@@ -243,13 +253,9 @@ std::vector<float> multiply(const Product & p, int n_threads, bool repack, bool 
     ggml_backend_tensor_set(weights, p.weights.data(), 0, p.weights.size());
     ggml_backend_tensor_set(activations, p.activations.data(), 0, ggml_nbytes(activations));
     if (experts) ggml_backend_tensor_set(experts, p.experts.data(), 0, ggml_nbytes(experts));
-    const std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)> cpu(ggml_backend_dev_init(cpu_device(), nullptr), ggml_backend_free);
-    ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu.get(), n_threads);
     ggml_cgraph * graph = ggml_new_graph(ctx.get());
     ggml_build_forward_expand(graph, result);
-    Threads threads{n_threads};
-    require((fast ? compute_fast(cpu.get(), graph, threads) : ggml_backend_graph_compute(cpu.get(), graph)) == GGML_STATUS_SUCCESS,
-            "ggml cannot compute this");
+    compute_alone(graph, n_threads, fast);
     std::vector<float> results(ggml_nelements(result));
     ggml_backend_tensor_get(result, results.data(), 0, ggml_nbytes(result));
     return results;

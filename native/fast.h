@@ -72,23 +72,27 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void * sta
 // The function that computes a node of a recurrent layer; see recurrent.cpp. nullptr: ggml does.
 ggml_custom_op_t recurrent_operation(const ggml_tensor * node, const FastGraph & graph);
 
+// Whether a node computes nothing. Operations in place are views as well, but they do.
+bool is_view(const ggml_tensor * node);
+
+// The function of ours that computes a node; nullptr: ggml does.
+ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph);
+
 // A token's experts, weighted and added up; see experts.cpp.
 void compute_expert_sum(ggml_tensor * node, int thread, int n_threads, void * state);
 void copy_expert_weights(ggml_tensor * product, int thread, int n_threads, void * state);
 
 // Products with quantized weights; see products.cpp.
 bool is_product(const ggml_tensor * node);
-// Whether a node computes nothing. Operations in place are views as well, but they do.
-bool is_view(const ggml_tensor * node);
-// The function of ours that computes a node; nullptr: ggml does.
-ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph);
-
 bool multiplies_repacked(ggml_type type);  // of weights that ggml has repacked
 void compute_product(ggml_tensor * node, int thread, int n_threads, void * state);
 
 // The names of our own kernels that a CPU with these features takes for products with weights of a type, and for
 // attention; empty: ggml's. Throws std::runtime_error.
 std::pair<std::string, std::string> kernel_names(ggml_type type, bool is_repacked, const std::vector<std::string> & features);
+
+// A graph that is no stage's, on a backend of its own; returns how often its threads waited. Throws std::runtime_error.
+int64_t compute_alone(ggml_cgraph * graph, int n_threads, bool fast);
 
 // One product alone, as a stage computes it, for tests and measurements.
 struct Product {

@@ -11,7 +11,7 @@
 namespace ggpipe {
 
 namespace {
-constexpr double kWaitNs = 200;  // of a wait, for each thread: two take 450 on an AMD EPYC of 2017
+constexpr double kWaitNs = 200;  // of a wait, for each thread, we assume: two take 450 on an AMD EPYC of 2017
 
 struct Memory {
     const char * begin, * end;
@@ -89,7 +89,7 @@ double ns_of(const ggml_tensor * node) {
     }
 }
 
-// Whether one thread computes this in little more time than all of them, who would have to wait for each other.
+// Whether one thread computes this in little more time than all of them, which would then have to wait for each other.
 bool is_small(const ggml_tensor * node, int n_threads) {
     static const auto is_numa = (decltype(&ggml_is_numa)) cpu_function("ggml_backend_cpu_is_numa");
     if (is_numa()) return false;  // after each graph, ggml lets its first thread run on all nodes again
@@ -105,6 +105,7 @@ bool is_small(const ggml_tensor * node, int n_threads) {
 class Plan {  // of steps, in their order
    public:
     void add(ggml_tensor * node, ggml_custom_op_t own, int n_threads, const FastGraph & fast) {
+        // which use memory that their sources do not tell
         const bool is_fence = fast.states.count(node) || node->op == GGML_OP_CUSTOM;
         const bool is_small_one = !own && !is_fence && is_small(node, n_threads);
         const bool can_join = is_small_one || ((own == compute_product || own == copy_expert_weights) && !is_fence);

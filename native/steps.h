@@ -1,7 +1,7 @@
-// What of a graph is computed between two waits of all threads.
+// A graph in steps, between which all threads wait for each other.
 //
-// ggml's threads wait for each other after each operation, some 40 times in a layer of a mixture of experts. Most of these are
-// small operations of one row, which one thread computes while the others wait anyway, and products that do not depend on each
+// ggml's threads wait after almost every operation, some 40 times in a layer of a mixture of experts. In a run of one row, most
+// operations are small, so that one thread computes them while the others wait anyway, or products that do not depend on each
 // other. Here such products are computed together, and small operations one after another on one thread.
 #pragma once
 
@@ -29,7 +29,7 @@ class OnOneThread {
     std::unique_ptr<void, void (*)(ggml_backend_graph_plan_t)> plan_;
 };
 
-// One wait, and what is computed before it.
+// The operations between two waits.
 struct Step {
     struct Own {
         ggml_tensor * node;

@@ -3,7 +3,7 @@
 Models are random ones in Q4_K_M whose four layers are as large as real ones (tests/support/architectures.py). Two
 stages continue the same sequence in turn. A line for each model and number of rows: milliseconds of a run, medians, and
 the ratio of the two with the quartiles of the rounds; then how often ggpipe's threads wait for each other in a run, and
-the number of its operations, after each of which ggml's threads wait.
+the number of its operations. ggml's threads wait after each of these, but for norms and their weights, which are one.
 """
 
 from __future__ import annotations
