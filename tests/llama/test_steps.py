@@ -3,6 +3,7 @@ after another."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def logits(path: Path, threads: int, context: ContextConfig = CONTEXT) -> Logits:
+def logits(
+    path: Path, threads: int, context: ContextConfig = CONTEXT, shares: Sequence[Sequence[float]] = ()
+) -> Logits:
     """Of the same random tokens, decoded in RUNS: (rows, vocabulary)."""
     tokens = np.random.default_rng(0).integers(1, 100, sum(RUNS)).tolist()
     rows, pos = [], 0
-    with Pipeline(path, (), context, threads=threads) as pipeline:
+    with Pipeline(path, (), context, threads=threads, shares=shares) as pipeline:
         for i, n in enumerate(RUNS, 1):
             rows.append(pipeline.decode(run_of(i, tokens[pos : pos + n], pos)))
             pos += n
@@ -56,6 +59,13 @@ def test_exact_bits_with_any_number_of_threads(name: str, threads: int, tmp_path
     path = write(name, tmp_path / "model.gguf", sizes=SMALL)
     context = ContextConfig(n_ctx=256, exact=True, fast_kernels=True)
     np.testing.assert_array_equal(logits(path, threads, context), logits(path, 1, context))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35moe"])
+def test_same_bits_in_a_group(name: str, tmp_path: Path) -> None:
+    """Whose graphs are cut where sums are, and repeated without ggml's meta device."""
+    path = write(name, tmp_path / "model.gguf")
+    np.testing.assert_array_equal(logits(path, 3, shares=((1, 1),)), logits(path, 1, shares=((1, 1),)))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35moe", "deepseek2"])

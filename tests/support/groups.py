@@ -30,8 +30,9 @@ class Parts:
         context: ContextConfig,
         shares: Sequence[float],
         saves_states: bool = False,
+        threads: int = 1,
     ) -> None:
-        """`shares`: one for each part."""
+        """`shares`: one for each part. `threads`: of each."""
         n = len(shares)
         memory = os.memfd_create("group")
         self.sums = [native.shared_sum(memory, part, n) for part in range(n)]
@@ -41,7 +42,7 @@ class Parts:
 
         def load(part: int) -> Stage:
             group = Group(part=part, n_parts=n, shares=tuple(shares), sum=self.sums[part])
-            return Stage(file, layers, model, context, (1, 1), saves_states=saves_states, group=group)
+            return Stage(file, layers, model, context, (threads, threads), saves_states=saves_states, group=group)
 
         self.stages = self.each(load)
 

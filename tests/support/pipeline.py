@@ -55,7 +55,7 @@ class Pipeline:
         try:
             for i, layers in enumerate(itertools.pairwise(edges)):
                 if i < len(shares) and len(shares[i]) > 1:
-                    group = Parts(file, layers, model, context, shares[i], saves_states)
+                    group = Parts(file, layers, model, context, shares[i], saves_states, threads)
                     self.groups.append(group)
                     self.stages.append(group.stages[0])
                     continue
