@@ -131,14 +131,39 @@ class Stage:
         stays mapped as long as the model is there.
         """
 
+    def stream(self, *, paths: Sequence[str], places: Mapping[str, tuple[int, int, int]], memory: int, n_readers: int) -> None:
+        """
+        Before libllama loads: matrices are read from these files as they are used, if they need more than so many bytes of
+        memory. places: number of the file, offset and bytes of each tensor. Raises RuntimeError.
+        """
+
+    def begin_streaming(self) -> tuple[int, int]:
+        """
+        After end_load. Returns the bytes of memory that weights need at least, and those that they have. If they need more,
+        nothing is read.
+        """
+
     def end_load(self) -> None:
         """After libllama has loaded, or failed to."""
 
     def load_next(self) -> int | None:
         """
-        In a group, after end_load: get this rank's part of the next weight. Returns how many bytes were copied; None
-        at the end.
+        After end_load, in a group: get this rank's part of the next weight. After begin_streaming: wait for weights that
+        stay in memory. Returns how many bytes were copied or read; None at the end. Raises RuntimeError.
         """
+
+    def take_stream_times(self) -> tuple[int, float]:
+        """
+        Since the last call: bytes of weights that were read, and seconds that computing waited for them.
+        """
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of matrices that each run reads from files."""
+
+    @property
+    def stream_problem(self) -> str:
+        """Why streamed weights could not be read."""
 
     def begin_run(self, run: int, incoming: bytes | bytearray | memoryview | None, headroom: int) -> None:
         """
@@ -247,4 +272,4 @@ class Stage:
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of weights that `load_next` copies."""
+        """Bytes of weights that `load_next` copies or reads."""

@@ -148,6 +148,7 @@ bool remote_runs(ggml_backend_dev_t, const ggml_tensor * op) { return cpu_runs(o
 // asks next: the choice libllama makes for a model that is all on the CPU.
 bool local_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
     const Stage & s = *device_of(d).stage;
+    if (s.loading && s.streamed) s.streamed->used_by(op);
     for (int i = 0; s.loading && i < 4; i++) {
         ggml_tensor * w = op->src[i];
         if (!w || !w->buffer || w->buffer->buft != dev_buft(d) || (s.exact && repacking_breaks(w->type, s.fast_kernels))) continue;
@@ -204,9 +205,13 @@ ggml_status local_compute(ggml_backend_t b, ggml_cgraph * whole) {
         part.uid = 0;
         graph = &part;
     }
-    const ggml_status status = s.exact ? compute_exact(inner(b), graph, s.cell_order, s.fast_kernels, s.threads)
-                               : s.fast_kernels ? compute_fast(inner(b), graph, s.threads)
-                                                  : ggml_backend_graph_compute(inner(b), graph);
+    const auto compute = [&](ggml_cgraph * g) {
+        return s.exact ? compute_exact(inner(b), g, s.cell_order, s.fast_kernels, s.threads)
+               : s.fast_kernels ? compute_fast(inner(b), g, s.threads) : ggml_backend_graph_compute(inner(b), g);
+    };
+    const bool streams = s.streamed && !s.streamed->is_whole();
+    const auto stops = [&] { return !s.group && s.aborted(); };  // a group's parts agree where they stop
+    const ggml_status status = streams ? s.streamed->compute(graph, compute, stops) : compute(graph);
     if (hidden_at >= 0 && status == GGML_STATUS_SUCCESS) {
         const ggml_tensor * t = whole->nodes[hidden_at];
         s.hidden.assign((const uint8_t *) t->data, (const uint8_t *) t->data + ggml_nbytes(t));

@@ -130,10 +130,32 @@ NB_MODULE(_native, m) {
         .def("begin_load", &Stage::begin_load, "file"_a, nb::kw_only(), "use_in_place"_a,
              "Before libllama loads: hide what is not ours. file: each tensor's address and bytes in the mapped file, which\n"
              "stays mapped as long as the model is there.")
+        .def("stream", [](Stage & s, const std::vector<std::string> & paths, const std::map<std::string, std::tuple<int, uint64_t, size_t>> & places,
+                          size_t memory, int n_readers) {
+            std::map<std::string, StreamedWeights::Place> own;
+            for (const auto & [name, place] : places) own[name] = {std::get<0>(place), std::get<1>(place), std::get<2>(place)};
+            s.streamed = std::make_unique<StreamedWeights>(paths, std::move(own), memory, n_readers);
+        }, nb::kw_only(), "paths"_a, "places"_a, "memory"_a, "n_readers"_a,
+           "Before libllama loads: matrices are read from these files as they are used, if they need more than so many bytes of\n"
+           "memory. places: number of the file, offset and bytes of each tensor. Raises RuntimeError.")
+        .def("begin_streaming", [](Stage & s) { return std::pair(s.streamed->begin(), s.streamed->memory()); },
+             "After end_load. Returns the bytes of memory that weights need at least, and those that they have. If they need more,\n"
+             "nothing is read.")
         .def("end_load", &Stage::end_load, "After libllama has loaded, or failed to.")
-        .def("load_next", [](Stage & s) { return s.group ? s.group->load_next() : std::nullopt; }, released,
-             "In a group, after end_load: get this rank's part of the next weight. Returns how many bytes were copied; None\n"
-             "at the end.")
+        .def("load_next", [](Stage & s) {
+            const std::optional<size_t> copied = s.group ? s.group->load_next() : std::nullopt;
+            return copied || !s.streamed ? copied : s.streamed->load_next();
+        }, released,
+             "After end_load, in a group: get this rank's part of the next weight. After begin_streaming: wait for weights that\n"
+             "stay in memory. Returns how many bytes were copied or read; None at the end. Raises RuntimeError.")
+        .def("take_stream_times", [](Stage & s) {
+            const StreamedWeights::Times times = s.streamed->take_times();
+            return std::pair(times.bytes_read, times.waited_s);
+        }, "Since the last call: bytes of weights that were read, and seconds that computing waited for them.")
+        .def_prop_ro("streamed_bytes", [](Stage & s) { return s.streamed ? s.streamed->bytes_streamed() : 0; },
+                     "Bytes of matrices that each run reads from files.")
+        .def_prop_ro("stream_problem", [](Stage & s) { return s.streamed ? s.streamed->problem() : std::string(); },
+                     "Why streamed weights could not be read.")
         .def("begin_run", [](Stage & s, int64_t run, const std::optional<Bytes> & incoming, size_t headroom) {
             s.begin_run(run, incoming ? incoming->data() : nullptr, incoming ? incoming->size() : 0, headroom);
         }, "run"_a, "incoming"_a.none(), "headroom"_a,
@@ -178,5 +200,7 @@ NB_MODULE(_native, m) {
                 "Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.")
         .def_ro("mapped_bytes", &Stage::mapped_bytes, "Bytes of weights that are used in the mapped file.")
         .def_ro("mapped_ranges", &Stage::mapped_ranges, "Where those are: addresses and bytes.")
-        .def_prop_ro("slice_bytes", [](Stage & s) { return s.group ? s.group->own_bytes : 0; }, "Bytes of weights that `load_next` copies.");
+        .def_prop_ro("slice_bytes", [](Stage & s) {
+            return (s.group ? s.group->own_bytes : 0) + (s.streamed ? s.streamed->bytes_to_load() : 0);
+        }, "Bytes of weights that `load_next` copies or reads.");
 }

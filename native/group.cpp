@@ -66,6 +66,7 @@ void give_back_pages(const Range & range) {  // whole ones
 bool part_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
     Group & g = group_of(d);
     if (g.stage.loading && op->src[0]) g.ops[op->src[0]->name] = op->op;
+    if (g.stage.loading && g.stage.streamed) g.stage.streamed->used_by(op);
     return cpu_runs(op);
 }
 size_t part_size(ggml_backend_buffer_type_t type, const ggml_tensor * t) {
@@ -100,6 +101,7 @@ void write_pieces(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size
     const bool experts = times > 1 && n == t->nb[2] && times == size_t(t->ne[2]) && g.ops[t->name] == GGML_OP_MUL_MAT_ID;
     g.in_place = at == 0 && (experts || n == ggml_nbytes(t)) && ((uintptr_t(p) | step_there) & 31) == 0 &&
                  g.source && uintptr_t(p) - g.source->first < g.source->second;
+    if (g.in_place && g.stage.streamed && g.stage.streamed->add(t, t->name, {n, uintptr_t(p) - g.source->first, times, step_there})) return;
     if (g.in_place) {
         t->data = (void *) p;
         if (experts) t->nb[2] = step_there, t->nb[3] = step_there * times;

@@ -27,6 +27,10 @@ void Stage::end_load() {
 
 ggml_status Stage::place_weight(ggml_tensor * tensor, Role role, bool host) {
     if (!loading || tensor->view_src) return GGML_STATUS_SUCCESS;
+    if (!host && role == Role::Local && streamed && streamed->add(tensor)) {
+        hide(tensor);
+        return GGML_STATUS_SUCCESS;
+    }
     if (host ? first : role == Role::Local) {
         const auto place = file.find(tensor->name);
         if (!use_in_place || place == file.end()) return GGML_STATUS_SUCCESS;  // the loader reads it into memory of its own
@@ -71,7 +75,9 @@ void Stage::end_run() {
 }
 
 void Stage::cancel(int64_t run) {
-    if (current_run_ == run) abort_run_ = run;
+    if (current_run_ != run) return;
+    abort_run_ = run;
+    if (streamed) streamed->wake();
 }
 
 }  // namespace ggpipe

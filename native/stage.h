@@ -22,6 +22,7 @@
 
 #include "abi.h"
 #include "compute.h"
+#include "streamed.h"
 
 namespace ggpipe {
 
@@ -78,6 +79,7 @@ struct Stage {
     bool loading = false, use_in_place = false;
     Places file;
     ggml_status place_weight(ggml_tensor * tensor, Role role, bool host);
+    std::unique_ptr<StreamedWeights> streamed;  // of LOCAL, where they may not fit into memory
     void hide(ggml_tensor * tensor);
     void add_mapped_range(const void * data, size_t size);
     std::vector<Range> mapped_ranges;              // of `file`, that weights use

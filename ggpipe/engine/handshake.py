@@ -169,6 +169,30 @@ def check_memory(
             )
 
 
+def stream_memory(
+    hellos: Sequence[Hello],
+    config: EngineConfig,
+    model_file: ModelFile,
+    layout: Layout,
+    draft_layouts: Sequence[Layout],
+) -> dict[int, float]:
+    """Memory in GB for the weights of each rank of the target, if its machine chooses. The arguments are those of
+    `check_memory`.
+
+    What a machine has left beside everything else is divided among its ranks by what their weights need.
+    """
+    needs = needs_by_rank(config, model_file, layout, draft_layouts)
+    shares: dict[int, float] = {}
+    for host in {hello.host for hello in hellos}:
+        here = {rank: memory for rank, memory in needs.items() if hellos[rank].host == host}
+        weights = {rank: memory.weights for rank, memory in here.items() if hellos[rank].model == TARGET}
+        others = sum(memory.total for memory in here.values()) - sum(weights.values())
+        available = min(hello.memory_bytes for hello in hellos if hello.host == host) * USABLE
+        share = max(available - others, 0.0) / max(sum(weights.values()), 1.0)
+        shares.update({rank: max(n * share, 1.0) / 1e9 for rank, n in weights.items()})
+    return shares
+
+
 def needs_by_rank(
     config: EngineConfig, model_file: ModelFile, layout: Layout, draft_layouts: Sequence[Layout | None]
 ) -> dict[int, Memory]:

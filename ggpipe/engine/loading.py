@@ -58,7 +58,8 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             inputs = agreed.inputs if hello.model == TARGET else ()
             # A head inside this process is known to no other one.
             inputs_to = agreed.inputs_to if agreed.inputs_to < head.n_processes else HEAD
-            head.channel.send(rank, LoadLayers(part, agreed.warmup, inputs, inputs_to))
+            memory_gb = agreed.stream_memory_gb.get(rank)
+            head.channel.send(rank, LoadLayers(part, agreed.warmup, inputs, inputs_to, memory_gb))
     with contextlib.ExitStack() as loaded:  # closed again when loading fails
         pipeline = loaded.enter_context(contextlib.closing(_target_pipeline(head, layout, agreed)))
         vocab = loaded.enter_context(contextlib.closing(Vocab(agreed.model_file, config.model)))
@@ -174,6 +175,8 @@ class _Agreed:
     """Layers of the target whose inputs a draft head or its MTP layers read."""
     inputs_to: int
     """The rank of that head."""
+    stream_memory_gb: dict[int, float]
+    """Of ranks whose machines choose it."""
     warnings: list[Wording]
 
 
@@ -194,10 +197,15 @@ def _agree(head: Head) -> _Agreed:
     head_layout = handshake.check_heads(hellos, config, model_file, layout, draft_layouts)
     needs = hellos[head_layout.head].head_needs if head_layout is not None else None
     warmup = config.warmup
-    if config.context.n_ctx:  # the user's own choice
+    streams = config.model.streams
+    if config.context.n_ctx or streams:  # the user's own choice
         handshake.check_memory(hellos, config, model_file, layout, draft_layouts, counts_weights=False)
+    stream_memory_gb: dict[int, float] = {}
+    if streams and config.model.stream_memory_gb is None:
+        stream_memory_gb = handshake.stream_memory(hellos, config, model_file, layout, draft_layouts)
     try:
-        handshake.check_memory(hellos, config, model_file, layout, draft_layouts)
+        if not streams:
+            handshake.check_memory(hellos, config, model_file, layout, draft_layouts)
     except MemoryNeededError as e:
         if config.pipeline.check_memory:
             raise
@@ -213,6 +221,7 @@ def _agree(head: Head) -> _Agreed:
         warmup=warmup,
         inputs=needs.layers if needs is not None else (),
         inputs_to=head_layout.head if head_layout is not None else HEAD,
+        stream_memory_gb=stream_memory_gb,
         warnings=warnings,
     )
 
@@ -246,6 +255,7 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
             group,
             agreed.warmup,
             agreed.inputs,
+            agreed.stream_memory_gb.get(HEAD),
         )
         send = deliver_here if transport.sends_from_any_thread else inbox.put
         poll_s = wiring.poll_s(head.config)

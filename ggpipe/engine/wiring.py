@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
@@ -86,11 +87,15 @@ def stage_loader(
     group: Membership | None = None,
     warmup: bool = False,
     inputs: Sequence[int] = (),
+    stream_memory_gb: float | None = None,
 ) -> Callable[[OnProgress], Stage]:
     """A function that makes this rank's stage of the model of this id, given a callback for its progress, and describes
     it to those of `files` that there are. `group`: that of the ranks that hold these layers together, if there are
-    several. `warmup`, `inputs`: see `Stage`."""
+    several. `warmup`, `inputs`: see `Stage`. `stream_memory_gb`: see `ModelConfig`; None: as in the config."""
     threads, part = threads_of(config, transport, model), config.part_of(model)
+    weights = part.model
+    if stream_memory_gb is not None:
+        weights = replace(weights, stream_memory_gb=stream_memory_gb)
     shares_cores = model != TARGET and transport.ranks_on_host > config.n_draft_ranks
 
     def load(progress: OnProgress) -> Stage:
@@ -101,7 +106,7 @@ def stage_loader(
         stage = Stage(
             model_file,
             layers,
-            part.model,
+            weights,
             part.context,
             threads,
             progress,

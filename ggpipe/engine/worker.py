@@ -120,6 +120,7 @@ class Worker:
                     group,
                     order.warmup,
                     order.inputs,
+                    order.stream_memory_gb,
                 )
             deliver = deliver if self._transport.sends_from_any_thread else self._inbox.put
             pump = self._inbox.pump if self._transport.must_poll and not leads else None

@@ -13,11 +13,11 @@ import numpy as np
 
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.drafters.registry import HEADS
-from ggpipe.errors import ModelError, RunError, Setting, SettingError
+from ggpipe.errors import MemoryNeededError, ModelError, RunError, Setting, SettingError
 from ggpipe.llama.completed import EMBEDDINGS, as_one_file
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
-from ggpipe.llama.machine import advise, lock_memory
+from ggpipe.llama.machine import advise, available_bytes, lock_memory
 from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.params import model_params, place_layers
 
@@ -26,6 +26,8 @@ OnProgress = Callable[[int, int], bool]
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14; mmap does not name it
 _STEP = 16 << 20
+_READERS = 4  # a disk is fastest with several requests at a time
+_STREAM_SHARE = 0.8  # of the memory that is available: KV cells and compute buffers come later
 
 
 class _MappedFiles:
@@ -116,7 +118,7 @@ def load_layers(
     up, local, down = stage.devices()
     counts = [(up, a), (local, end - a), (down, n_all - end)]
     place_layers(params, counts, keep)
-    mapped = config.load_mode in ("mmap", "mmap+mlock")
+    mapped = config.load_mode in ("mmap", "mmap+mlock", "stream")
     mapping = _MappedFiles(file) if mapped or in_group else None
     keep.append(mapping)
     total = file.n_bytes
@@ -136,7 +138,9 @@ def load_layers(
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
     logged_errors()
-    with as_one_file(file, lambda name: not mapped or (config.repack and name != EMBEDDINGS)) as path:
+    with as_one_file(file, lambda name: not mapped or (config.repacks and name != EMBEDDINGS)) as path:
+        if config.streams:
+            _stream(stage, file, config)
         stage.begin_load(mapping.places if mapping else {}, use_in_place=mapped)
         try:
             model = lib.llama_model_load_from_file(os.fsencode(path), params)
@@ -166,8 +170,11 @@ def load_layers(
                 "each rank its own layers"
             )
         done = total - stage.hidden_bytes
-        while tell(done) and (n := stage.load_next()) is not None:
-            done += n
+        for begin in (None, _begin_streaming) if config.streams else (None,):
+            if begin is not None:
+                begin(stage)
+            while tell(done) and (n := stage.load_next()) is not None:
+                done += n
         if wanted and mapping and mapped and config.numa is None:  # with NUMA, pages settle where they are first used
             ranges = stage.mapped_ranges
             if mapping.populate(ranges, lambda n: tell(done + n)) and in_group:
@@ -183,6 +190,25 @@ def load_layers(
         lib.llama_model_free(model)
         raise
     return model
+
+
+def _stream(stage: native.Stage, file: ModelFile, config: ModelConfig) -> None:
+    """Have the stage read weights that do not fit into memory as they are used."""
+    asked = config.stream_memory_gb
+    memory = int(asked * 1e9 if asked is not None else available_bytes() * _STREAM_SHARE)
+    places = {name: (tensor.file, tensor.offset, tensor.size) for name, tensor in file.tensors.items()}
+    stage.stream(paths=[str(path) for path in file.paths], places=places, memory=memory, n_readers=_READERS)
+
+
+def _begin_streaming(stage: native.Stage) -> None:
+    """Raises MemoryNeededError where there is too little memory for it."""
+    needed, available = stage.begin_streaming()
+    if needed > available:
+        raise MemoryNeededError(
+            f"a rank has {available / 1e9:.3g} GB of memory for weights and needs at least {needed / 1e9:.3g} GB even "
+            "to stream them: add machines or memory, or raise ",
+            Setting("stream_memory_gb"),
+        )
 
 
 def apply_loras(model: Any, context: Any, config: ModelConfig) -> None:

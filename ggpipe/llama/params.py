@@ -36,7 +36,7 @@ def model_params(config: ModelConfig, keep: list[object]) -> Any:
     params.split_mode = _SPLIT_MODE_LAYER
     params.lazy_mode = 0
     params.n_gpu_layers = 0
-    params.use_extra_bufts = config.repack
+    params.use_extra_bufts = config.repacks
     if config.override_kv:
         overrides = (lib.llama_model_kv_override * (len(config.override_kv) + 1))()
         for item, text in zip(overrides, config.override_kv, strict=False):

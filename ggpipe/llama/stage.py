@@ -116,7 +116,7 @@ class Stage:
         self._gathered: dict[int, RowLogits] = {}
         """Whole rows of the last run that the group assembled, by place in the batch."""
         self._native = native.Stage(
-            first=self.is_first, repack=model.repack, exact=context.exact,
+            first=self.is_first, repack=model.repacks, exact=context.exact,
             fast_kernels=context.uses_fast_kernels, touch_cells=warmup and model.numa is None,
         )  # fmt: skip
         try:
@@ -203,6 +203,8 @@ class Stage:
         """Raises RunError if the group could not compute the last run."""
         if self._native.lost:
             raise RunError("another rank of this group is lost")
+        if problem := self._native.stream_problem:
+            raise RunError(problem)
         if self._native.unsummable:
             raise RunError(
                 f"{self._native.unsummable} of '{self._file.architecture}' models cannot be split in a group"

@@ -56,6 +56,8 @@ class LoadLayers(ControlMessage, frozen=True):
     """Layers of the target whose inputs a draft head reads; a rank sends those that it has."""
     inputs_to: int = HEAD
     """The rank that they are sent to."""
+    stream_memory_gb: float | None = None
+    """See `ModelConfig`; None: as in the config."""
 
 
 class DraftVocab(ControlMessage, frozen=True):

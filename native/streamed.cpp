@@ -1,0 +1,482 @@
+#include "streamed.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "fast.h"
+
+namespace ggpipe {
+
+namespace {
+constexpr size_t kPage = 4096, kHugePage = 2 << 20, kChunk = kHugePage, kLeastWindow = 64 << 20;
+constexpr double kHalfLife = 64;  // runs after which a use counts half
+
+uintptr_t page_down(uintptr_t n) { return n & ~(kPage - 1); }
+uintptr_t page_up(uintptr_t n) { return page_down(n + kPage - 1); }
+
+uintptr_t huge_page_up(uintptr_t n) { return (n + kHugePage - 1) & ~(kHugePage - 1); }
+
+// Addresses that cost nothing until they are touched, from the start of a huge page on.
+char * reserve_pages(size_t size, std::vector<std::pair<void *, size_t>> & reserved) {
+    const size_t all = size + kHugePage;
+    void * p = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) throw std::runtime_error(std::string("no addresses for weights: ") + strerror(errno));
+    reserved.emplace_back(p, all);
+    return (char *) huge_page_up(uintptr_t(p));
+}
+
+constexpr int kNoLayer = INT32_MAX;  // comes behind all layers
+int layer_of(const char * name) { return strncmp(name, "blk.", 4) == 0 ? atoi(name + 4) : kNoLayer; }
+}  // namespace
+
+StreamedWeights::StreamedWeights(const std::vector<std::string> & paths, std::map<std::string, Place> places, size_t memory, int n_readers)
+    : paths_(paths), places_(std::move(places)), memory_(memory) {
+    for (const std::string & path : paths) {
+        const int buffered = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        files_.emplace_back(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT), buffered);
+        if (buffered < 0) throw std::runtime_error("cannot open " + path + ": " + strerror(errno));
+    }
+    for (int i = 0; i < n_readers; i++) {
+        char * buffer = reserve_pages(kChunk, reserved_);
+        madvise(buffer, kChunk, MADV_HUGEPAGE);
+        readers_.emplace_back([this, buffer] { read_all(buffer); });
+    }
+}
+
+StreamedWeights::~StreamedWeights() {
+    {
+        const Lock lock(mutex_);
+        stopping_ = true;
+        work_.notify_all();
+    }
+    for (std::thread & reader : readers_) reader.join();
+    for (const auto & [direct, buffered] : files_) {
+        if (direct >= 0) close(direct);
+        close(buffered);
+    }
+    for (const auto & [address, size] : reserved_) munmap(address, size);
+}
+
+// ---- loading ------------------------------------------------------------------------------------------------
+void StreamedWeights::used_by(const ggml_tensor * op) {
+    if (op->src[0] && (op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID)) ops_[op->src[0]->name] = op->op;
+}
+
+bool StreamedWeights::add(ggml_tensor * tensor) {
+    const auto found = places_.find(tensor->name);
+    return found != places_.end() && add(tensor, tensor->name, {found->second.size, 0, 1, 0});
+}
+
+bool StreamedWeights::add(ggml_tensor * tensor, const std::string & name, const Pieces & pieces) {
+    const auto op = ops_.find(name);
+    if (op == ops_.end()) return false;
+    const Place & place = places_.at(name);
+    Tensor & t = tensors_[tensor];
+    t.is_experts = op->second == GGML_OP_MUL_MAT_ID;
+    const size_t n = t.is_experts ? tensor->ne[2] : 1, all = pieces.size * pieces.times, size = all / n;
+    const size_t skew = (place.offset + pieces.from) % kPage;  // so that whole pages of the file are whole pages of memory
+    const bool in_huge_pages = !t.is_experts && size >= kHugePage;
+    char * base = reserve_pages(page_up(skew + all), reserved_);
+    madvise(base, page_up(skew + all), in_huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+    tensor->data = base + skew;
+    for (size_t i = 0; i < n; i++) {
+        Unit & unit = units_.emplace_back();
+        unit.file = place.file;
+        unit.offset = place.offset + pieces.from + (pieces.times > 1 ? i * pieces.step : i * size);
+        unit.data = (char *) tensor->data + i * size;
+        unit.n_bytes = size;
+        unit.skew = unit.offset % kPage;
+        unit.size = page_up(unit.skew + size);
+        unit.in_layer = layer_of(name.c_str()) != kNoLayer;
+        unit.in_huge_pages = in_huge_pages;
+        unit.is_expert = t.is_experts;
+        unit.number = units_.size();
+        const uintptr_t first = uintptr_t(unit.data), end = first + size;
+        unit.begin = (char *) (i == 0 ? page_down(first) : page_up(first));
+        unit.end = (char *) (i == n - 1 ? page_up(end) : page_down(end));
+        t.units.push_back(&unit);
+    }
+    return true;
+}
+
+size_t StreamedWeights::begin() {
+    std::vector<std::pair<int, const Tensor *>> matrices, experts;  // by layer
+    for (const auto & [tensor, t] : tensors_) (t.is_experts ? experts : matrices).emplace_back(layer_of(tensor->name), &t);
+    // Units are in the order in which libllama made the tensors, which is about that of their use.
+    const auto by_use = [](const auto & a, const auto & b) {
+        return a.first != b.first ? a.first < b.first : a.second->units[0]->number < b.second->units[0]->number;
+    };
+    std::sort(matrices.begin(), matrices.end(), by_use);
+    std::sort(experts.begin(), experts.end(), by_use);
+    Units ordered;
+    for (const auto & [layer, t] : matrices) ordered.push_back(t->units[0]);
+    size_t n_expert_bytes = 0, largest = 0;
+    for (const auto & [layer, t] : experts) {
+        size_t bytes = 0;
+        for (const Unit * unit : t->units) bytes += unit->size;
+        n_expert_bytes += bytes;
+        largest = std::max(largest, bytes);
+    }
+    cache_ = largest;  // a run of many rows may need all of a tensor
+    const size_t needed = choose_kept(ordered, n_expert_bytes);
+    if (needed > memory_) return needed;
+    const Lock lock(mutex_);
+    for (Unit * unit : ordered) {
+        if (unit->is_kept) request(unit, to_load_);
+        else ring_.push_back(unit), bytes_streamed_ += unit->size;
+    }
+    for (size_t i = 0; i < ring_.size(); i++) at_[ring_[i]] = i;
+    for (size_t i = 0, left = experts.size(); left; i++) {
+        left = 0;
+        for (const auto & [layer, t] : experts) {
+            if (i >= t->units.size()) continue;
+            left++;
+            Unit * unit = t->units[i];
+            if (in_cache_ + unit->size > cache_) continue;
+            in_cache_ += unit->size;
+            request(unit, to_load_);
+        }
+    }
+    for (const Unit * unit : to_load_) bytes_to_load_ += unit->size;
+    n_to_load_ = to_load_.size();
+    return needed;
+}
+
+// Which matrices stay in memory, and how much of it is for what. `matrices`: in the order of their use. Returns the bytes that are needed
+// at least.
+size_t StreamedWeights::choose_kept(const Units & matrices, size_t n_expert_bytes) {
+    std::vector<size_t> sizes;  // of those that may be streamed: the output layer's are also read by draft heads in this process
+    size_t all = 0;
+    for (const Unit * unit : matrices) {
+        all += unit->size;
+        if (unit->in_layer) sizes.push_back(unit->size);
+    }
+    if (all + cache_ <= memory_) {
+        cache_ = std::min(memory_ - all, n_expert_bytes);
+        is_whole_ = cache_ == n_expert_bytes;
+        for (Unit * unit : matrices) unit->is_kept = true;
+        return 0;
+    }
+    // Those up to a size are candidates: the window has room for three of them, one that is in use and two that are read.
+    std::sort(sizes.begin(), sizes.end());
+    size_t candidates = 0, least = cache_ + all, to_stream = 0, limit = 0;
+    for (size_t i = 0; i < sizes.size() && !limit; i++) {
+        candidates += sizes[i];
+        if (i + 1 < sizes.size() && sizes[i + 1] == sizes[i]) continue;
+        const size_t needed = cache_ + all - candidates + 3 * sizes[i];
+        least = std::min(least, needed);
+        if (needed > memory_) continue;
+        limit = sizes[i];
+        const size_t room = memory_ - cache_, wide = std::min(kLeastWindow, room / 8);
+        window_ = wide > 3 * limit && needed - 3 * limit + wide <= memory_ ? wide : 3 * limit;
+        to_stream = all - (room - window_);
+    }
+    if (!limit) return least;
+    size_t passed = 0, streamed = 0;
+    for (Unit * unit : matrices) {
+        unit->is_kept = true;
+        if (!unit->in_layer || unit->size > limit) continue;
+        passed += unit->size;
+        if (streamed + unit->size / 2 <= double(passed) * to_stream / candidates) {
+            unit->is_kept = false;
+            streamed += unit->size;
+        }
+    }
+    for (Unit * unit : matrices) {
+        if (streamed >= to_stream) break;
+        if (!unit->is_kept || !unit->in_layer || unit->size > limit) continue;
+        unit->is_kept = false;
+        streamed += unit->size;
+    }
+    return least;
+}
+
+std::optional<size_t> StreamedWeights::load_next() {
+    Lock lock(mutex_);
+    done_.wait(lock, [this] { return error_ || n_loaded_ > n_told_ || n_told_ == n_to_load_; });
+    if (error_) throw std::runtime_error(problem_());
+    if (n_told_ == n_to_load_) return std::nullopt;
+    const size_t bytes = bytes_loaded_;
+    n_told_ = n_loaded_;
+    bytes_loaded_ = 0;
+    return bytes;
+}
+
+// ---- reading ------------------------------------------------------------------------------------------------
+void StreamedWeights::request(Unit * unit, std::deque<Unit *> & list) {
+    unit->state = State::Reading;
+    unit->n_chunks_left = (unit->size + kChunk - 1) / kChunk;
+    unit->next_chunk = 0;
+    list.push_back(unit);
+    work_.notify_all();
+}
+
+// Returns the error's number, or 0. `buffer`: for what does not go straight to its place, since disks are several times as fast where
+// they find memory in huge pages.
+int StreamedWeights::read(const Unit & unit, size_t from, size_t size, char * buffer) const {
+    const auto [direct, buffered] = files_[unit.file];
+    const uint64_t offset = unit.offset - unit.skew + from;
+    char * const to = unit.in_huge_pages ? unit.data - unit.skew + from : buffer;
+    const size_t wanted = std::min(size, unit.skew + unit.n_bytes - from);  // the file may end within the last page
+    bool past_cache = direct >= 0;
+    for (size_t at = 0; at < wanted;) {
+        const ssize_t n = pread(past_cache ? direct : buffered, to + at, size - at, offset + at);
+        if (n > 0) at += n;
+        else if (n == 0) return ENODATA;
+        else if (errno == EINVAL && past_cache) past_cache = false;
+        else if (errno != EINTR) return errno;
+    }
+    if (!past_cache) posix_fadvise(buffered, offset, size, POSIX_FADV_DONTNEED);
+    if (to == buffer) {
+        const size_t skipped = from < unit.skew ? unit.skew - from : 0;
+        memcpy(unit.data + from + skipped - unit.skew, buffer + skipped, wanted - skipped);
+    }
+    return 0;
+}
+
+void StreamedWeights::read_all(char * buffer) {
+    Lock lock(mutex_);
+    while (!stopping_) {
+        std::deque<Unit *> * list = !now_.empty() ? &now_ : !to_load_.empty() ? &to_load_ : !ahead_.empty() ? &ahead_ : nullptr;
+        if (!list) {
+            if (error_ || !look_ahead()) work_.wait(lock);
+            continue;
+        }
+        Unit * unit = list->front();
+        const bool loads = list == &to_load_;
+        const size_t from = unit->next_chunk++ * kChunk, size = std::min(kChunk, unit->size - from);
+        if (from + size == unit->size) list->pop_front();
+        lock.unlock();
+        const int error = read(*unit, from, size, buffer);
+        lock.lock();
+        times_.bytes_read += size;
+        if (error && !error_) error_ = error, error_file_ = unit->file;
+        if (--unit->n_chunks_left == 0) {
+            unit->state = State::Present;
+            if (unit->is_expert && !unit->n_holds) idle_.insert(unit);
+            if (loads) n_loaded_++, bytes_loaded_ += unit->size;
+        }
+        if (error_ || unit->n_chunks_left == 0) done_.notify_all();
+    }
+}
+
+// Begin to read the next matrix that is not there, if there is room.
+bool StreamedWeights::look_ahead() {
+    for (size_t i = 0; i < ring_.size(); i++) {
+        const size_t at = (next_ + i) % ring_.size();
+        if (ring_[at]->state != State::Absent) continue;
+        if (!make_window(at)) return false;
+        request(ring_[at], ahead_);
+        return true;
+    }
+    return false;
+}
+
+// Room for a matrix: those that are used later than it give way, the last ones first.
+bool StreamedWeights::make_window(size_t at) {
+    const size_t n = ring_.size(), distance = (at + n - next_) % n;
+    for (size_t i = n - 1; in_window_ + ring_[at]->size > window_; i--) {
+        if (i <= distance) return false;
+        Unit * unit = ring_[(next_ + i) % n];
+        if (unit->state == State::Present && !unit->n_holds) drop(unit);
+    }
+    in_window_ += ring_[at]->size;
+    return true;
+}
+
+// Room for an expert: those that are used least give way.
+bool StreamedWeights::make_room(const Unit * wanted) {
+    while (in_cache_ + wanted->size > cache_) {
+        if (idle_.empty()) return false;
+        Unit * unit = *idle_.begin();
+        idle_.erase(idle_.begin());
+        drop(unit);
+    }
+    in_cache_ += wanted->size;
+    return true;
+}
+
+void StreamedWeights::drop(Unit * unit) {
+    if (unit->begin < unit->end) madvise(unit->begin, unit->end - unit->begin, MADV_DONTNEED);
+    unit->state = State::Absent;
+    (unit->is_expert ? in_cache_ : in_window_) -= unit->size;
+}
+
+// ---- computing ----------------------------------------------------------------------------------------------
+const StreamedWeights::Tensor * StreamedWeights::find(const ggml_tensor * tensor) const {
+    const auto found = tensors_.find(tensor->view_src ? tensor->view_src : tensor);
+    return found != tensors_.end() ? &found->second : nullptr;
+}
+
+std::optional<StreamedWeights::Units> StreamedWeights::needs_of(const ggml_cgraph * graph, int from, int node) const {
+    const ggml_tensor * op = graph->nodes[node];
+    Units units;
+    if (is_view(op)) return units;
+    for (int i = 0; i < GGML_MAX_SRC && op->src[i]; i++) {
+        const Tensor * tensor = find(op->src[i]);
+        if (!tensor) continue;
+        if (!tensor->is_experts || op->op != GGML_OP_MUL_MAT_ID) {
+            units.insert(units.end(), tensor->units.begin(), tensor->units.end());
+            continue;
+        }
+        const ggml_tensor * ids = op->src[2];
+        for (int j = from; j < node; j++) {
+            if (graph->nodes[j] == ids || graph->nodes[j] == ids->view_src) return std::nullopt;
+        }
+        std::set<int32_t> routed;
+        for (int64_t row = 0; row < ids->ne[1]; row++) {
+            for (int64_t k = 0; k < ids->ne[0]; k++) routed.insert(*(const int32_t *) ((const char *) ids->data + row * ids->nb[1] + k * ids->nb[0]));
+        }
+        for (const int32_t expert : routed) units.push_back(tensor->units.at(expert));
+    }
+    units.erase(std::remove_if(units.begin(), units.end(), [](const Unit * unit) { return unit->is_kept; }), units.end());
+    return units;
+}
+
+void StreamedWeights::touch(Unit * unit) {
+    if (!unit->is_expert || unit->used_in == clock_) return;
+    const bool is_idle = idle_.erase(unit);
+    const double now = clock_ / kHalfLife;
+    unit->use = unit->used_in ? now + std::log2(1 + std::exp2(unit->use - now)) : now;
+    unit->used_in = clock_;
+    if (is_idle) idle_.insert(unit);
+}
+
+void StreamedWeights::hold(Unit * unit) {
+    touch(unit);
+    if (unit->n_holds++ == 0) idle_.erase(unit);
+    if (!unit->is_expert) next_ = (at_.at(unit) + 1) % ring_.size();
+}
+
+void StreamedWeights::release(Units & units) {
+    for (Unit * unit : units) {
+        if (--unit->n_holds == 0 && unit->is_expert && unit->state == State::Present) idle_.insert(unit);
+    }
+    units.clear();
+    work_.notify_all();
+}
+
+// Wait until units are there, which are held from then on. `later`: experts that are needed soon.
+bool StreamedWeights::wait_for(Lock & lock, const Units & units, const Units & later, const std::function<bool()> & stops) {
+    const auto start = std::chrono::steady_clock::now();
+    for (Unit * unit : units) hold(unit);
+    bool is_first = true, is_there = false;
+    while (!error_ && !stops()) {
+        is_there = true;
+        for (Unit * unit : units) {
+            if (unit->state == State::Present) continue;
+            is_there = false;
+            if (unit->state != State::Absent) continue;
+            if (!unit->is_expert) next_ = at_.at(unit), work_.notify_all();
+            else if (make_room(unit)) request(unit, now_);
+        }
+        if (is_there) break;
+        for (Unit * unit : later) {
+            if (!is_first || unit->state != State::Absent) continue;
+            touch(unit);
+            if (make_room(unit)) request(unit, now_);
+        }
+        is_first = false;
+        done_.wait(lock);
+    }
+    times_.waited_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return is_there;
+}
+
+ggml_status StreamedWeights::compute(ggml_cgraph * graph, const Compute & compute, const std::function<bool()> & stops) {
+    const int n = graph->n_nodes;
+    Lock lock(mutex_);
+    clock_++;
+    sort_ring(graph);
+    Units held;
+    ggml_status status = GGML_STATUS_SUCCESS;
+    for (int from = 0; from < n && status == GGML_STATUS_SUCCESS;) {
+        int to = from;
+        for (size_t bytes = 0; to < n; to++) {
+            const std::optional<Units> needs = needs_of(graph, from, to);
+            if (!needs || !std::all_of(needs->begin(), needs->end(), [](const Unit * u) { return u->state == State::Present; })) break;
+            for (const Unit * unit : *needs) bytes += unit->is_expert ? 0 : unit->size;
+            if (bytes > window_ / 3 && to > from && !needs->empty()) break;  // so that others can be read
+            for (Unit * unit : *needs) hold(unit), held.push_back(unit);
+        }
+        if (to == from) {
+            const Units needs = *needs_of(graph, from, from);
+            held.insert(held.end(), needs.begin(), needs.end());
+            if (!wait_for(lock, needs, soon(graph, from), stops)) status = error_ ? GGML_STATUS_FAILED : GGML_STATUS_ABORTED;
+            continue;
+        }
+        ggml_cgraph part = *graph;
+        part.nodes += from;
+        part.n_nodes = to - from;
+        if (part.n_nodes < n) part.uid = 0;  // a graph of its own
+        lock.unlock();
+        status = compute(&part);
+        lock.lock();
+        release(held);
+        from = to;
+    }
+    release(held);
+    return status;
+}
+
+// Experts that later operations need, of the same rows as this one.
+StreamedWeights::Units StreamedWeights::soon(const ggml_cgraph * graph, int node) const {
+    constexpr int kFarthest = 64;
+    Units units;
+    const ggml_tensor * op = graph->nodes[node];
+    for (int i = node + 1; op->op == GGML_OP_MUL_MAT_ID && i < std::min(graph->n_nodes, node + kFarthest); i++) {
+        if (graph->nodes[i]->op != GGML_OP_MUL_MAT_ID || graph->nodes[i]->src[2] != op->src[2]) continue;
+        const std::optional<Units> needs = needs_of(graph, node, i);
+        if (needs) units.insert(units.end(), needs->begin(), needs->end());
+    }
+    return units;
+}
+
+// Matrices of this graph in the order of their use.
+void StreamedWeights::sort_ring(const ggml_cgraph * graph) {
+    if (ring_.empty()) return;
+    Units used;
+    std::vector<size_t> places;
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor * op = graph->nodes[i];
+        for (int j = 0; !is_view(op) && j < GGML_MAX_SRC && op->src[j]; j++) {
+            const Tensor * tensor = find(op->src[j]);
+            const auto at = tensor ? at_.find(tensor->units[0]) : at_.end();
+            if (at == at_.end() || std::find(places.begin(), places.end(), at->second) != places.end()) continue;
+            used.push_back(tensor->units[0]);
+            places.push_back(at->second);
+        }
+    }
+    if (std::is_sorted(places.begin(), places.end())) return;
+    std::sort(places.begin(), places.end());
+    for (size_t i = 0; i < used.size(); i++) ring_[at_[used[i]] = places[i]] = used[i];
+}
+
+void StreamedWeights::wake() {
+    const Lock lock(mutex_);
+    done_.notify_all();
+}
+
+std::string StreamedWeights::problem_() const {
+    return error_ ? "cannot read " + paths_[error_file_] + ": " + (error_ == ENODATA ? "it is shorter than it was" : strerror(error_)) : "";
+}
+
+std::string StreamedWeights::problem() const {
+    const Lock lock(mutex_);
+    return problem_();
+}
+
+StreamedWeights::Times StreamedWeights::take_times() {
+    const Lock lock(mutex_);
+    return std::exchange(times_, {0, 0});
+}
+
+}  // namespace ggpipe

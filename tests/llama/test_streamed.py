@@ -1,0 +1,142 @@
+"""Weights that are read from the file as they are used: the bits are those of weights that are in memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.architectures import ARCHITECTURES, MIXTURES, SMALL, write
+from support.pipeline import Pipeline
+from support.reference import Logits, run_of
+from support.zoo import split
+
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.errors import MemoryNeededError, RunError
+from ggpipe.llama.bundled import inflated_pair
+
+RUNS = (11, 1, 1, 4, 1, 70, 2)
+REFUSED = {"plm", "rwkv6qwen2"}
+"""By libllama: their metadata do not suit so small a model."""
+FEW_MATRICES = {"mamba2"}
+"""There is room for all that may be streamed."""
+CONTEXT = ContextConfig(n_ctx=256)
+
+
+def logits(
+    path: Path,
+    memory_gb: float | None,
+    context: ContextConfig = CONTEXT,
+    threads: int = 1,
+    shares: Sequence[Sequence[float]] = (),
+) -> tuple[Logits, int]:
+    """Of random tokens, decoded in RUNS: (rows, vocabulary), and how many bytes were read meanwhile. `memory_gb`: None:
+    the weights are in memory."""
+    model = ModelConfig(
+        path=path, repack=False, load_mode="mmap" if memory_gb is None else "stream", stream_memory_gb=memory_gb
+    )
+    tokens = np.random.default_rng(0).integers(1, 100, sum(RUNS)).tolist()
+    rows, pos = [], 0
+    with Pipeline(path, (), context, model=model, threads=threads, shares=shares) as pipeline:
+        stages = [stage for one in pipeline.stages for stage in getattr(one, "stages", [one])]
+        if memory_gb is not None:
+            for stage in stages:
+                stage._native.take_stream_times()
+        for i, n in enumerate(RUNS, 1):
+            rows.append(pipeline.decode(run_of(i, tokens[pos : pos + n], pos)))
+            pos += n
+        n_read = 0 if memory_gb is None else sum(stage._native.take_stream_times()[0] for stage in stages)
+    return np.concatenate(rows), n_read
+
+
+def least_gb(path: Path, context: ContextConfig = CONTEXT, shares: Sequence[Sequence[float]] = ()) -> float:
+    """The memory without which weights cannot be streamed."""
+    model = ModelConfig(path=path, load_mode="stream", stream_memory_gb=1e-9)
+    with pytest.raises(MemoryNeededError, match="needs at least") as refused:
+        Pipeline(path, (), context, model=model, shares=shares)
+    found = re.search(r"at least (\S+) GB", str(refused.value))
+    assert found is not None
+    return float(found[1]) * 1.01  # it is rounded
+
+
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *MIXTURES} - REFUSED))
+def test_same_bits_with_the_least_memory(name: str, tmp_path: Path) -> None:
+    path = write(name, tmp_path / "model.gguf", sizes=SMALL)
+    streamed, n_read = logits(path, least_gb(path), threads=2)
+    np.testing.assert_array_equal(streamed, logits(path, None, threads=2)[0])
+    assert n_read > 0 or name in FEW_MATRICES
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "deepseek2", "qwen35moe", "gpt-oss"])
+def test_same_bits_in_exact_runs(name: str, tmp_path: Path) -> None:
+    path = write(name, tmp_path / "model.gguf", sizes=SMALL)
+    context = ContextConfig(n_ctx=256, exact=True, fast_kernels=True)
+    streamed, n_read = logits(path, least_gb(path), context)
+    np.testing.assert_array_equal(streamed, logits(path, None, context)[0])
+    assert n_read > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35moe"])
+def test_same_bits_in_a_group(name: str, tmp_path: Path) -> None:
+    path = write(name, tmp_path / "model.gguf")
+    shares = ((1, 1),)
+    streamed, n_read = logits(path, 2.2 * least_gb(path, shares=shares), shares=shares)  # the parts' weights differ
+    np.testing.assert_array_equal(streamed, logits(path, None, shares=shares)[0])
+    assert n_read > 0 or name == "qwen35moe"
+
+
+def test_nothing_is_read_where_everything_fits(tmp_path: Path) -> None:
+    path = write("qwen3moe", tmp_path / "model.gguf", sizes=SMALL)
+    assert logits(path, 1.0)[1] == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_a_file_that_cannot_be_read(name: str, tmp_path: Path) -> None:
+    """It becomes empty for whoever reads it: mapped weights stay."""
+    path = write(name, tmp_path / "model.gguf", sizes=SMALL)
+    model = ModelConfig(path=path, load_mode="stream", stream_memory_gb=least_gb(path))
+    with Pipeline(path, (), CONTEXT, model=model) as pipeline:
+        pipeline.decode(run_of(1, [1, 2, 3], 0))
+        with (tmp_path / "empty").open("w+b") as empty:
+            for link in Path("/proc/self/fd").iterdir():
+                if link.is_symlink() and link.resolve() == path:
+                    os.dup2(empty.fileno(), int(link.name))
+        with pytest.raises(RunError, match=f"cannot read {re.escape(str(path))}: it is shorter than it was"):
+            for i in range(2, 10):
+                pipeline.decode(run_of(i, [5], i + 1))
+
+
+def test_files_in_parts(tmp_path: Path) -> None:
+    path = write("llama", tmp_path / "model.gguf", sizes=SMALL)
+    first = split(path, tmp_path / "part", 3)[0]
+    np.testing.assert_array_equal(logits(first, least_gb(first))[0], logits(path, None)[0])
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from support.pipeline import Pipeline
+from support.reference import run_of
+from ggpipe.config.model import ModelConfig
+from ggpipe.llama.machine import resident_bytes
+path = Path(sys.argv[1])
+before = resident_bytes()
+with Pipeline(path, (), model=ModelConfig(path=path, load_mode="stream", stream_memory_gb=0.15)) as pipeline:
+    for i in range(4):
+        pipeline.decode(run_of(i + 1, [5], i))
+    print(resident_bytes() - before)
+"""
+
+
+def test_memory_is_what_is_given() -> None:
+    """And the program's own."""
+    path = inflated_pair().target
+    assert path.stat().st_size > 400e6
+    result = subprocess.run([sys.executable, "-c", MEMORY, path], stdout=subprocess.PIPE, text=True, check=True)
+    assert 0.1e9 < int(result.stdout) < 0.25e9
