@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from ggpipe.config.checks import check_choice
 from ggpipe.errors import SettingError
 
-LoadMode = Literal["mmap", "none", "mlock", "mmap+mlock", "dio", "stream"]
+LoadMode = Literal["auto", "mmap", "none", "mlock", "mmap+mlock", "dio", "stream"]
 Numa = Literal["distribute", "isolate", "numactl"]
 TARGET, FIRST_DRAFT = 0, 1
 """Ids of the target and of the first draft model. The ids of further draft models follow."""
@@ -22,7 +22,8 @@ class ModelConfig:
 
     path: Path
     """The GGUF file, or the first part of a split one."""
-    load_mode: LoadMode = "mmap"
+    load_mode: LoadMode = "auto"
+    """`auto` is `mmap`, or `stream` where the weights do not fit into memory."""
     stream_memory_gb: float | None = None
     """With the load mode `stream`: memory for each rank's weights; None: what its machine has available."""
     repack: bool = True
@@ -32,6 +33,11 @@ class ModelConfig:
     """Metadata to override: `KEY=TYPE:VALUE` with TYPE int, float, bool or str, as in llama.cpp's `--override-kv`."""
     loras: tuple[tuple[Path, float], ...] = ()
     """LoRA adapters and their scales."""
+
+    @property
+    def maps(self) -> bool:
+        """Whether the file is mapped into memory."""
+        return self.load_mode in ("auto", "mmap", "mmap+mlock", "stream")
 
     @property
     def streams(self) -> bool:

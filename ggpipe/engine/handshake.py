@@ -176,10 +176,11 @@ def stream_memory(
     layout: Layout,
     draft_layouts: Sequence[Layout],
 ) -> dict[int, float]:
-    """Memory in GB for the weights of each rank of the target, if its machine chooses. The arguments are those of
+    """Memory in GB for the weights of each rank of the target that streams them. The arguments are those of
     `check_memory`.
 
-    What a machine has left beside everything else is divided among its ranks by what their weights need.
+    What a machine has left beside everything else is divided among its ranks by what their weights need. With the load
+    mode `auto`, ranks of machines with enough memory are left out.
     """
     needs = needs_by_rank(config, model_file, layout, draft_layouts)
     shares: dict[int, float] = {}
@@ -188,8 +189,9 @@ def stream_memory(
         weights = {rank: memory.weights for rank, memory in here.items() if hellos[rank].model == TARGET}
         others = sum(memory.total for memory in here.values()) - sum(weights.values())
         available = min(hello.memory_bytes for hello in hellos if hello.host == host) * USABLE
-        share = max(available - others, 0.0) / max(sum(weights.values()), 1.0)
-        shares.update({rank: max(n * share, 1.0) / 1e9 for rank, n in weights.items()})
+        share = max(available - others, 1.0) / max(sum(weights.values()), 1.0)
+        if share < 1 or config.model.streams:
+            shares.update({rank: n * share / 1e9 for rank, n in weights.items()})
     return shares
 
 

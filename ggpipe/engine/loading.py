@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -197,21 +198,24 @@ def _agree(head: Head) -> _Agreed:
     head_layout = handshake.check_heads(hellos, config, model_file, layout, draft_layouts)
     needs = hellos[head_layout.head].head_needs if head_layout is not None else None
     warmup = config.warmup
-    streams = config.model.streams
-    if config.context.n_ctx or streams:  # the user's own choice
-        handshake.check_memory(hellos, config, model_file, layout, draft_layouts, counts_weights=False)
+    check = functools.partial(handshake.check_memory, hellos, config, model_file, layout, draft_layouts)
+    if config.context.n_ctx or config.model.streams:  # the user's own choice
+        check(counts_weights=False)
     stream_memory_gb: dict[int, float] = {}
-    if streams and config.model.stream_memory_gb is None:
+    if config.model.streams and config.model.stream_memory_gb is None:
         stream_memory_gb = handshake.stream_memory(hellos, config, model_file, layout, draft_layouts)
     try:
-        if not streams:
-            handshake.check_memory(hellos, config, model_file, layout, draft_layouts)
+        check(counts_weights=not config.model.streams)
     except MemoryNeededError as e:
         if config.pipeline.check_memory:
             raise
-        left_out = (Setting("warmup"), " is left out, so that ") if warmup else ()
-        warnings.append(Wording(*left_out, "memory may run out later: ", e))
-        warmup = False
+        if config.model.load_mode == "auto" and _holds(functools.partial(check, counts_weights=False)):
+            stream_memory_gb = handshake.stream_memory(hellos, config, model_file, layout, draft_layouts)
+            warnings.append(Wording("weights are read from the file as they are used, which is slow: ", e))
+        else:
+            left_out = (Setting("warmup"), " is left out, so that ") if warmup else ()
+            warnings.append(Wording(*left_out, "memory may run out later: ", e))
+            warmup = False
     return _Agreed(
         model_file=model_file,
         hellos=hellos,
@@ -224,6 +228,14 @@ def _agree(head: Head) -> _Agreed:
         stream_memory_gb=stream_memory_gb,
         warnings=warnings,
     )
+
+
+def _holds(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except MemoryNeededError:
+        return False
+    return True
 
 
 def _go_on(head: Head) -> None:

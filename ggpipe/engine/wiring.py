@@ -91,11 +91,12 @@ def stage_loader(
 ) -> Callable[[OnProgress], Stage]:
     """A function that makes this rank's stage of the model of this id, given a callback for its progress, and describes
     it to those of `files` that there are. `group`: that of the ranks that hold these layers together, if there are
-    several. `warmup`, `inputs`: see `Stage`. `stream_memory_gb`: see `ModelConfig`; None: as in the config."""
+    several. `warmup`, `inputs`: see `Stage`. `stream_memory_gb`: for weights that are streamed; None: as in the config.
+    """
     threads, part = threads_of(config, transport, model), config.part_of(model)
     weights = part.model
     if stream_memory_gb is not None:
-        weights = replace(weights, stream_memory_gb=stream_memory_gb)
+        weights = replace(weights, load_mode="stream", stream_memory_gb=stream_memory_gb)
     shares_cores = model != TARGET and transport.ranks_on_host > config.n_draft_ranks
 
     def load(progress: OnProgress) -> Stage:

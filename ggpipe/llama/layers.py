@@ -118,7 +118,7 @@ def load_layers(
     up, local, down = stage.devices()
     counts = [(up, a), (local, end - a), (down, n_all - end)]
     place_layers(params, counts, keep)
-    mapped = config.load_mode in ("mmap", "mmap+mlock", "stream")
+    mapped = config.maps
     mapping = _MappedFiles(file) if mapped or in_group else None
     keep.append(mapping)
     total = file.n_bytes

@@ -180,7 +180,7 @@ class Stage:
         self._native.begin_run(0, None, 0)
         status = lib.llama_decode(self._context, self._batch.struct)
         self._native.end_run()
-        self._check_group()
+        self._check_run()
         if status != 0:
             raise RunError(f"libllama cannot decode with this model (status {status}): {last_error()}")
         if self._native.misplaced or (self.is_first and self._native.missing):
@@ -199,16 +199,13 @@ class Stage:
         tip = functools.partial(lib.llama_memory_seq_pos_max, self._memory) if self.group else None
         return RowFilter(self._wanted_bytes if drops else None, tip)
 
-    def _check_group(self) -> None:
-        """Raises RunError if the group could not compute the last run."""
-        if self._native.lost:
-            raise RunError("another rank of this group is lost")
-        if problem := self._native.stream_problem:
+    def _check_run(self) -> None:
+        """Raises RunError if the last run could not be computed."""
+        problem = "another rank of this group is lost" if self._native.lost else self._native.stream_problem
+        if unsummable := self._native.unsummable:
+            problem = problem or f"{unsummable} of '{self._file.architecture}' models cannot be split in a group"
+        if problem:
             raise RunError(problem)
-        if self._native.unsummable:
-            raise RunError(
-                f"{self._native.unsummable} of '{self._file.architecture}' models cannot be split in a group"
-            )
 
     def apply(self, ops: tuple[KvOp, ...]) -> None:
         """Apply KV operations, in order. Raises RunError if the model's memory cannot roll back."""
@@ -276,7 +273,7 @@ class Stage:
         status = lib.llama_decode(self._context, self._batch.struct)
         compute_s = time.perf_counter() - start_s
         outgoing = self._native.end_run()
-        self._check_group()
+        self._check_run()
         if status == 2:
             self._forget(run)
             return Outcome(outgoing[:headroom], (), compute_s, True)
@@ -365,7 +362,7 @@ class Stage:
             )
         if self.group and logits_requests:
             found = together(self.group, columns, logits_requests, found)
-            self._check_group()
+            self._check_run()
             self._gathered = {row.row: row for row in found if row.ids is None}
             asked = [run.logits_requests[run.rows[row.row].logits_request] for row in found]
             found = [

@@ -122,7 +122,7 @@ def draft_configs(
     fields = {name: value for name, value in options.fields(ModelConfig).items() if name in ("repack", "numa")}
     mode = options[LoadSettings].mode
     if mode == "stream":  # a draft model is small, and all of it is read for each token
-        mode = "mmap"
+        mode = "auto"
     context = ContextConfig(
         n_ctx=target.n_ctx, n_batch=target.n_batch, n_ubatch=target.n_ubatch, n_seq=n_seq, n_branches=n_branches,
         cache_type_k=target.cache_type_k, cache_type_v=target.cache_type_v, flash_attn=target.flash_attn,
@@ -133,7 +133,10 @@ def draft_configs(
         DraftConfig(model=ModelConfig(path=path, load_mode=mode, **fields), context=context, **own) for path in paths
     ]
     if has_mtp:
-        model, context = replace(model_config(options), load_mode=mode, loras=()), replace(target, n_seq=n_seq, n_branches=n_branches)
+        model, context = (
+            replace(model_config(options), load_mode=mode, loras=()),
+            replace(target, n_seq=n_seq, n_branches=n_branches),
+        )
         drafts.append(DraftConfig(model=model, is_mtp=True, context=replace(context, exact=False), **own))
     drafts = [replace(draft, layer_split=split) for draft, split in itertools.zip_longest(drafts, splits)]
     return tuple(sorted(drafts, key=lambda draft: draft.layer_split is None))

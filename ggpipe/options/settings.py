@@ -55,17 +55,17 @@ class ModelSettings:
 class LoadSettings:
     """How to load weights into memory."""
 
-    load_mode: Literal["auto"] | LoadMode = "auto"
+    load_mode: LoadMode = "auto"
     mmap: bool = True
-    """Whether `auto` is mmap or none."""
+    """If not, `auto` is none."""
     mlock: bool = False
 
     @property
     def mode(self) -> LoadMode:
         """The three settings combined."""
-        chosen: LoadMode = ("mmap" if self.mmap else "none") if self.load_mode == "auto" else self.load_mode
-        if self.mlock and chosen in ("mmap", "none"):
-            return "mmap+mlock" if chosen == "mmap" else "mlock"
+        chosen: LoadMode = "none" if self.load_mode == "auto" and not self.mmap else self.load_mode
+        if self.mlock and chosen in ("auto", "mmap", "none"):
+            return "mlock" if chosen == "none" else "mmap+mlock"
         return chosen
 
 

@@ -104,14 +104,21 @@ def test_a_split_may_be_planned() -> None:
 @pytest.mark.parametrize(
     ("line", "mode"),
     [
-        ("", "mmap"),
+        ("", "auto"),
         ("--no-mmap", "none"),
         ("--no-mmap --mlock", "mlock"),
         ("-lm dio --mlock", "dio"),
         ("-lm mmap --no-mmap", "mmap"),
         ("-lm none --mlock", "mlock"),
         ("-lm auto --no-mmap", "none"),
+        ("-lm stream --mlock", "stream"),
     ],
 )
 def test_ways_to_load(line: str, mode: str) -> None:
     assert engine_config.model_config(given(line)).load_mode == mode
+
+
+def test_only_the_target_is_streamed() -> None:
+    config = engine_config.engine_config(given("-lm stream --stream-memory 1.5 -md d.gguf"))
+    assert (config.model.load_mode, config.model.stream_memory_gb) == ("stream", 1.5)
+    assert (config.drafts[0].model.load_mode, config.drafts[0].model.stream_memory_gb) == ("auto", None)

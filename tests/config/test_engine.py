@@ -76,7 +76,7 @@ BAD: Any = "bad"
     [
         (
             lambda: ModelConfig(path=Path("m"), load_mode=BAD),
-            "`load_mode` must be mmap, none, mlock, mmap+mlock or dio, ",
+            "`load_mode` must be auto, mmap, none, mlock, mmap+mlock, dio or stream, ",
         ),
         (lambda: ModelConfig(path=Path("m"), numa=BAD), "`numa` must be distribute, isolate or numactl, got bad"),
         (lambda: ContextConfig(flash_attn=BAD), "`flash_attn` must be on, off or auto, got bad"),

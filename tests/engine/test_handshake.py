@@ -10,14 +10,14 @@ from support import in_process
 from support.commands import SPLITS, TARGET
 
 from ggpipe.cli.messages import in_flags
-from ggpipe.cluster.memory import memory_by_rank
+from ggpipe.cluster.memory import USABLE, memory_by_rank
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.layout import lay_out
-from ggpipe.engine.handshake import check_memory, compare, hello
+from ggpipe.engine.handshake import check_memory, compare, hello, needs_by_rank, stream_memory
 from ggpipe.engine.head import Head
 from ggpipe.engine.session import Session
 from ggpipe.errors import MemoryNeededError
@@ -82,6 +82,26 @@ def test_a_model_that_does_not_fit_is_warned_of(monkeypatch: pytest.MonkeyPatch)
     with Head(LocalWorld(1).transports[0], replace(CONFIG, context=ContextConfig())) as head:
         (warning,) = map(str, Session.load(head).warnings)
     assert warning.startswith("memory may run out later: ")
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_weights_that_do_not_fit_are_streamed(n_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is left beside everything else, of which each rank gets what its weights need."""
+    layout = lay_out(FILE.n_layer, n_ranks, None)
+    needs = needs_by_rank(CONFIG, FILE, layout, [])
+    weights = sum(memory.weights for memory in needs.values())
+    available = int((sum(memory.total for memory in needs.values()) - 0.25 * weights) / USABLE)
+    hellos = [msgspec.structs.replace(HELLO, memory_bytes=10**9)] * n_ranks
+    assert stream_memory(hellos, CONFIG, FILE, layout, []) == {}
+    hellos = [msgspec.structs.replace(HELLO, memory_bytes=available)] * n_ranks
+    shares = stream_memory(hellos, CONFIG, FILE, layout, [])
+    assert shares == pytest.approx({rank: memory.weights * 0.75e-9 for rank, memory in needs.items()}, rel=0.01)
+
+    monkeypatch.setattr(machine, "available_bytes", lambda: available)
+    if n_ranks == 1:
+        with Head(LocalWorld(1).transports[0], CONFIG) as head:
+            (warning,) = map(str, Session.load(head).warnings)
+        assert warning.startswith("weights are read from the file as they are used, which is slow: ")
 
 
 def test_cells_take_their_memory_later_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
