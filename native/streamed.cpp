@@ -219,7 +219,7 @@ void StreamedWeights::request(Unit * unit, std::deque<Unit *> & list) {
 int StreamedWeights::read(const Unit & unit, size_t from, size_t size, char * buffer) const {
     const auto [direct, buffered] = files_[unit.file];
     const uint64_t offset = unit.offset - unit.skew + from;
-    char * const to = unit.in_huge_pages ? unit.data - unit.skew + from : buffer;
+    char * const to = unit.in_huge_pages && size == kHugePage ? unit.data - unit.skew + from : buffer;
     const size_t wanted = std::min(size, unit.skew + unit.n_bytes - from);  // the file may end within the last page
     bool past_cache = direct >= 0;
     for (size_t at = 0; at < wanted;) {
@@ -281,26 +281,35 @@ bool StreamedWeights::make_window(size_t at) {
     for (size_t i = n - 1; in_window_ + ring_[at]->size > window_; i--) {
         if (i <= distance) return false;
         Unit * unit = ring_[(next_ + i) % n];
-        if (unit->state == State::Present && !unit->n_holds) drop(unit);
+        if (unit->state == State::Present && !unit->n_holds) drop(unit, ring_[at]);
     }
     in_window_ += ring_[at]->size;
     return true;
 }
 
 // Room for an expert: those that are used least give way.
-bool StreamedWeights::make_room(const Unit * wanted) {
+bool StreamedWeights::make_room(Unit * wanted) {
     while (in_cache_ + wanted->size > cache_) {
         if (idle_.empty()) return false;
         Unit * unit = *idle_.begin();
         idle_.erase(idle_.begin());
-        drop(unit);
+        drop(unit, wanted);
     }
     in_cache_ += wanted->size;
     return true;
 }
 
-void StreamedWeights::drop(Unit * unit) {
-    if (unit->begin < unit->end) madvise(unit->begin, unit->end - unit->begin, MADV_DONTNEED);
+// What takes its place gets its pages: the kernel would clear new ones, which takes a third of the time of reading them.
+void StreamedWeights::drop(Unit * unit, Unit * wanted) {
+    const size_t n = std::max<ptrdiff_t>(unit->end - unit->begin, 0);
+    const size_t room = std::max<ptrdiff_t>(wanted->end - wanted->begin - wanted->n_given, 0);
+    const bool suits = !unit->in_huge_pages && !wanted->in_huge_pages;
+    size_t moved = suits ? std::min(n, room) : n == room && unit->skew == wanted->skew ? n : 0;  // or huge pages would be split
+    const int how = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+    if (moved && mremap(unit->begin, moved, moved, how, wanted->begin + wanted->n_given) == MAP_FAILED) moved = 0;
+    wanted->n_given += moved;
+    if (moved < n) madvise(unit->begin + moved, n - moved, MADV_DONTNEED);
+    unit->n_given = 0;
     unit->state = State::Absent;
     (unit->is_expert ? in_cache_ : in_window_) -= unit->size;
 }

@@ -82,6 +82,7 @@ class StreamedWeights {
         size_t number;      // in the order of `add`
         bool is_expert, in_layer, in_huge_pages, is_kept = false;
         char * begin, * end;  // whole pages that it shares with no other unit
+        ptrdiff_t n_given = 0;  // bytes of these that others left to it
         State state = State::Absent;
         int n_holds = 0, n_chunks_left = 0;
         size_t next_chunk = 0;
@@ -104,8 +105,8 @@ class StreamedWeights {
     void read_all(char * buffer);
     bool look_ahead();
     bool make_window(size_t at);
-    bool make_room(const Unit * wanted);
-    void drop(Unit * unit);
+    bool make_room(Unit * wanted);
+    void drop(Unit * unit, Unit * wanted);
 
     const Tensor * find(const ggml_tensor * tensor) const;
     // What a node reads of ours and is not kept. Nothing: nodes from `from` on have to be computed to know its experts.
