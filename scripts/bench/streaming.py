@@ -1,0 +1,145 @@
+"""A stage whose weights do not fit into memory; run it as root, as `scripts/bench/streaming`.
+
+Two models, each as one stage of one rank: the inflated bundled target, whose weights every token reads, and a random
+mixture as large as four layers of Qwen3-30B-A3B, whose tokens read 8 of 128 experts. Each is decoded in a cgroup whose
+memory is what the program takes, and a share of the weights: mapped (`--load-mode mmap`), so that the kernel chooses
+what stays in memory, and streamed (`--load-mode stream`), in turn. A line for each model and share: milliseconds of a
+run of one row, medians over the rounds, their ratio, how much a streamed run reads, and how long it waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from support.architectures import Sizes, write
+
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
+from ggpipe.llama.bundled import inflated_pair
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.libllama import start
+from ggpipe.llama.stage import Stage
+from scripts.models.quantize import quantize
+
+SHARES = (1.0, 0.75, 0.5, 0.25)
+_PROGRAM_BYTES = 140e6  # Python, libraries, KV cells and compute buffers
+_N_RUNS, _N_WARM = 24, 8
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class MemoryLimit:
+    """A cgroup for one process after another."""
+
+    def __init__(self, n_bytes: float) -> None:
+        """Raises OSError where there is no right to make one."""
+        is_old = (_CGROUPS / "memory").is_dir()
+        self._folder = Path(tempfile.mkdtemp(prefix="ggpipe-bench-", dir=_CGROUPS / "memory" if is_old else _CGROUPS))
+        (self._folder / ("memory.limit_in_bytes" if is_old else "memory.max")).write_text(str(int(n_bytes)))
+
+    def enter(self) -> None:
+        """Move this process into it."""
+        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def close(self) -> None:
+        """Remove it; its processes have ended."""
+        for _ in range(50):
+            try:
+                self._folder.rmdir()
+            except OSError:
+                time.sleep(0.1)
+            else:
+                return
+
+
+def measure(path: Path, stream_gb: float | None, threads: int) -> dict[str, float]:
+    """Seconds of a run of one row, and of its waiting, and the bytes it reads: medians. `stream_gb`: None: mapped."""
+    mode = "mmap" if stream_gb is None else "stream"
+    model = ModelConfig(path=path, load_mode=mode, repack=False, stream_memory_gb=stream_gb)  # type: ignore[arg-type]
+    file = ModelFile.open(path)
+    stage = Stage(file, (0, file.n_layer), model, ContextConfig(n_ctx=256), (threads, threads))
+    seconds, waits, n_read = [], [], []
+    for i in range(_N_WARM + _N_RUNS):
+        rows = (Row(token=7 * i % 100, pos=i, seqs=(0,), request=0, logits_request=0),)
+        run = Run(id=i + 1, rows=rows, logits_requests=(LogitsRequest(LogitsKind.TOP, 1),))
+        seconds.append(stage.decode(run, None).compute_s)
+        times = (0, 0.0) if stream_gb is None else stage._native.take_stream_times()
+        n_read.append(times[0])
+        waits.append(times[1])
+    found = {"run": seconds, "wait": waits, "read": n_read}
+    return {name: statistics.median(values[_N_WARM:]) for name, values in found.items()}
+
+
+def measured(path: Path, stream_gb: float | None, threads: int, limit: MemoryLimit) -> dict[str, float]:
+    """The same in a process of its own, within a limit. What others have read of the file does not count there: drop it."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    command = [sys.executable, "-m", __spec__.name, "--measure", path, "-t", threads]
+    command += ["--stream", stream_gb] if stream_gb is not None else []
+    done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True, preexec_fn=limit.enter)
+    return dict(json.loads(done.stdout))
+
+
+def models(folder: Path) -> dict[str, Path]:
+    """Their files, without holes: those would be read without a disk."""
+    dense = folder / "dense.gguf"
+    with inflated_pair().target.open("rb") as source, dense.open("wb") as target:
+        shutil.copyfileobj(source, target)
+    whole = write(
+        "qwen3moe",
+        folder / "mixture.gguf",
+        n_layer=4,
+        sizes=Sizes(width=2048, n_head=32, n_ff=768, n_experts=128),
+        more={"expert_used_count": 8, "attention.head_count_kv": 4},
+    )
+    mixture = quantize(whole, folder / "mixture-q4.gguf", "Q4_K_M")
+    whole.unlink()
+    return {"dense": dense, "mixture": mixture}
+
+
+def bench(name: str, path: Path, threads: int, rounds: int) -> None:
+    """Print a line for each share of the weights."""
+    n_bytes = ModelFile.open(path).n_bytes
+    for share in SHARES:
+        limit = MemoryLimit(_PROGRAM_BYTES + share * n_bytes)
+        try:
+            pairs = [
+                [measured(path, gb, threads, limit) for gb in (None, share * n_bytes / 1e9)] for _ in range(rounds)
+            ]
+        finally:
+            limit.close()
+        mapped, streamed = ({key: statistics.median(r[i][key] for r in pairs) for key in pairs[0][i]} for i in (0, 1))
+        times = f"{mapped['run'] * 1e3:8.1f} {streamed['run'] * 1e3:8.1f} {streamed['run'] / mapped['run']:6.2f}"
+        print(f"{name:8} {share:5.0%} {times} {streamed['read'] / 1e6:8.1f} {streamed['wait'] * 1e3:8.1f}", flush=True)
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--measure", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--stream", type=float, metavar="GB", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    start()
+    if args.measure is not None:
+        print(json.dumps(measure(args.measure, args.stream, args.threads)))
+        return
+    print(f"streaming: {args.threads} threads, {args.rounds} rounds")
+    print("model    share   mapped streamed  ratio MB read  ms wait")
+    with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
+        for name, path in models(Path(folder)).items():
+            bench(name, path, args.threads, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
