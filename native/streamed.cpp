@@ -123,6 +123,9 @@ size_t StreamedWeights::begin() {
     cache_ = largest;  // a run of many rows may need all of a tensor
     const size_t needed = choose_kept(ordered, n_expert_bytes);
     if (needed > memory_) return needed;
+    for (const auto & [address, size] : reserved_) {
+        if (is_whole_) madvise(address, size, MADV_HUGEPAGE);  // also experts, since none of them will leave
+    }
     const Lock lock(mutex_);
     for (Unit * unit : ordered) {
         if (unit->is_kept) request(unit, to_load_);
