@@ -1,10 +1,11 @@
 """A stage whose weights do not fit into memory; run it as root, as `scripts/bench/streaming`.
 
 Two models, each as one stage of one rank: the inflated bundled target, whose weights every token reads, and a random
-mixture as large as four layers of Qwen3-30B-A3B, whose tokens read 8 of 128 experts. Each is decoded in a cgroup whose
-memory is what the program takes, and a share of the weights: mapped (`--load-mode mmap`), so that the kernel chooses
-what stays in memory, and streamed (`--load-mode stream`), in turn. A line for each model and share: milliseconds of a
-run of one row, medians over the rounds, their ratio, how much a streamed run reads, and how long it waits.
+mixture as large as four layers of Qwen3-30B-A3B, whose tokens read 8 of 32 experts. Each is decoded in memory, and then
+in a cgroup whose memory is what the program takes and a share of the weights: mapped (`--load-mode mmap`), so that the
+kernel chooses what stays in memory, and streamed (`--load-mode stream`), in turn. A line for each model and share:
+milliseconds of a run of one row, medians over the rounds; the ratio of the last two; how much a streamed run reads, and
+how long it waits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from support.architectures import Sizes, write
+from support.architectures import write
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
@@ -29,9 +30,10 @@ from ggpipe.llama.bundled import inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import start
 from ggpipe.llama.stage import Stage
+from scripts.bench.layers import SHAPES
 from scripts.models.quantize import quantize
 
-SHARES = (1.0, 0.75, 0.5, 0.25)
+SHARES = (0.75, 0.5, 0.25)
 _PROGRAM_BYTES = 140e6  # Python, libraries, KV cells and compute buffers
 _N_RUNS, _N_WARM = 24, 8
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -79,31 +81,32 @@ def measure(path: Path, stream_gb: float | None, threads: int) -> dict[str, floa
     return {name: statistics.median(values[_N_WARM:]) for name, values in found.items()}
 
 
-def measured(path: Path, stream_gb: float | None, threads: int, limit: MemoryLimit) -> dict[str, float]:
-    """The same in a process of its own, within a limit. What others have read of the file does not count there: drop it."""
+def measured(path: Path, stream_gb: float | None, threads: int, limit: MemoryLimit | None) -> dict[str, float]:
+    """The same in a process of its own, within a limit, where what others have read of the file would not count."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     command = [sys.executable, "-m", __spec__.name, "--measure", path, "-t", threads]
     command += ["--stream", stream_gb] if stream_gb is not None else []
-    done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True, preexec_fn=limit.enter)
+    enter = limit.enter if limit is not None else None
+    done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True, preexec_fn=enter)
     return dict(json.loads(done.stdout))
 
 
-def models(folder: Path) -> dict[str, Path]:
-    """Their files, without holes: those would be read without a disk."""
-    dense = folder / "dense.gguf"
-    with inflated_pair().target.open("rb") as source, dense.open("wb") as target:
+def dense(folder: Path) -> Path:
+    """A copy without holes, which would be read without a disk."""
+    path = folder / "dense.gguf"
+    with inflated_pair().target.open("rb") as source, path.open("wb") as target:
         shutil.copyfileobj(source, target)
-    whole = write(
-        "qwen3moe",
-        folder / "mixture.gguf",
-        n_layer=4,
-        sizes=Sizes(width=2048, n_head=32, n_ff=768, n_experts=128),
-        more={"expert_used_count": 8, "attention.head_count_kv": 4},
-    )
-    mixture = quantize(whole, folder / "mixture-q4.gguf", "Q4_K_M")
+    return path
+
+
+def mixture(folder: Path) -> Path:
+    """Its file."""
+    shape = SHAPES["qwen3moe"]
+    whole = write("qwen3moe", folder / "mixture.gguf", n_layer=4, sizes=shape.sizes, more=shape.more)
+    path = quantize(whole, folder / "mixture-q4.gguf", "Q4_K_M")
     whole.unlink()
-    return {"dense": dense, "mixture": mixture}
+    return path
 
 
 def bench(name: str, path: Path, threads: int, rounds: int) -> None:
@@ -111,15 +114,17 @@ def bench(name: str, path: Path, threads: int, rounds: int) -> None:
     n_bytes = ModelFile.open(path).n_bytes
     for share in SHARES:
         limit = MemoryLimit(_PROGRAM_BYTES + share * n_bytes)
+        ways = ((None, None), (None, limit), (share * n_bytes / 1e9, limit))
         try:
-            pairs = [
-                [measured(path, gb, threads, limit) for gb in (None, share * n_bytes / 1e9)] for _ in range(rounds)
-            ]
+            found = [[measured(path, gb, threads, within) for gb, within in ways] for _ in range(rounds)]
         finally:
             limit.close()
-        mapped, streamed = ({key: statistics.median(r[i][key] for r in pairs) for key in pairs[0][i]} for i in (0, 1))
-        times = f"{mapped['run'] * 1e3:8.1f} {streamed['run'] * 1e3:8.1f} {streamed['run'] / mapped['run']:6.2f}"
-        print(f"{name:8} {share:5.0%} {times} {streamed['read'] / 1e6:8.1f} {streamed['wait'] * 1e3:8.1f}", flush=True)
+        whole, mapped, streamed = (
+            {key: statistics.median(one[key] for one in way) for key in way[0]} for way in zip(*found, strict=True)
+        )
+        times = "".join(f" {way['run'] * 1e3:9.1f}" for way in (whole, mapped, streamed))
+        ratio, read, wait = streamed["run"] / mapped["run"], streamed["read"] / 1e6, streamed["wait"] * 1e3
+        print(f"{name:8} {share:6.0%}{times} {ratio:6.2f} {read:8.1f} {wait:8.1f}", flush=True)
 
 
 def main() -> None:
@@ -135,10 +140,10 @@ def main() -> None:
         print(json.dumps(measure(args.measure, args.stream, args.threads)))
         return
     print(f"streaming: {args.threads} threads, {args.rounds} rounds")
-    print("model    share   mapped streamed  ratio MB read  ms wait")
-    with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
-        for name, path in models(Path(folder)).items():
-            bench(name, path, args.threads, args.rounds)
+    print("model    memory in memory   mapped  streamed  ratio  MB read  ms wait")
+    for make in (dense, mixture):
+        with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
+            bench(make.__name__, make(Path(folder)), args.threads, args.rounds)
 
 
 if __name__ == "__main__":
