@@ -152,9 +152,10 @@ class Stage:
         stay in memory. Returns how many bytes were copied or read; None at the end. Raises RuntimeError.
         """
 
-    def take_stream_times(self) -> tuple[int, float]:
+    def take_stream_times(self) -> tuple[int, float, int, int]:
         """
-        Since the last call: bytes of weights that were read, and seconds that computing waited for them.
+        Since the last call: bytes of weights that were read, seconds that computing waited for them, how many matrices of
+        experts were read by guesses, and how many of these were needed.
         """
 
     @property

@@ -150,8 +150,9 @@ NB_MODULE(_native, m) {
              "stay in memory. Returns how many bytes were copied or read; None at the end. Raises RuntimeError.")
         .def("take_stream_times", [](Stage & s) {
             const StreamedWeights::Times times = s.streamed->take_times();
-            return std::pair(times.bytes_read, times.waited_s);
-        }, "Since the last call: bytes of weights that were read, and seconds that computing waited for them.")
+            return std::make_tuple(times.bytes_read, times.waited_s, times.n_guessed, times.n_right);
+        }, "Since the last call: bytes of weights that were read, seconds that computing waited for them, how many matrices of\n"
+           "experts were read by guesses, and how many of these were needed.")
         .def_prop_ro("streamed_bytes", [](Stage & s) { return s.streamed ? s.streamed->bytes_streamed() : 0; },
                      "Bytes of matrices that each run reads from files.")
         .def_prop_ro("stream_problem", [](Stage & s) { return s.streamed ? s.streamed->problem() : std::string(); },

@@ -243,6 +243,10 @@ int StreamedWeights::read(const Unit & unit, size_t from, size_t size, char * bu
 void StreamedWeights::read_all(char * buffer) {
     Lock lock(mutex_);
     while (!stopping_) {
+        if (!guesses_.empty()) {
+            read_guessed(lock);
+            continue;
+        }
         std::deque<Unit *> * list = !now_.empty() ? &now_ : !to_load_.empty() ? &to_load_ : !ahead_.empty() ? &ahead_ : nullptr;
         if (!list) {
             if (error_ || !look_ahead()) work_.wait(lock);
@@ -333,7 +337,7 @@ std::string StreamedWeights::problem() const {
 
 StreamedWeights::Times StreamedWeights::take_times() {
     const Lock lock(mutex_);
-    return std::exchange(times_, {0, 0});
+    return std::exchange(times_, {});
 }
 
 }  // namespace ggpipe

@@ -68,6 +68,7 @@ class StreamedWeights {
     struct Times {
         uint64_t bytes_read;
         double waited_s;
+        uint64_t n_guessed, n_right;  // experts that were read by guesses, and those of them that were used
     };
     Times take_times();  // since the last call
 
@@ -87,11 +88,19 @@ class StreamedWeights {
         int n_holds = 0, n_chunks_left = 0;
         size_t next_chunk = 0;
         double use = 0;  // of experts: the logarithm of how often it was used, later uses counting more
-        double used_in = 0;
+        double used_in = 0, held_in = 0, guessed_in = 0;  // the last runs
     };
     struct Tensor {
         std::vector<Unit *> units;  // of each expert, or a single one
         bool is_experts;
+    };
+    struct Guess {  // of a layer's experts
+        double run;
+        std::vector<float> rows;
+        const float * router;
+        int64_t n_columns, n_experts, n_used;
+        std::vector<const Tensor *> tensors;
+        std::vector<int32_t> experts() const;
     };
     struct Less {  // experts by their use
         bool operator()(const Unit * a, const Unit * b) const { return a->use != b->use ? a->use < b->use : a < b; }
@@ -112,6 +121,8 @@ class StreamedWeights {
     // What a node reads of ours and is not kept. Nothing: nodes from `from` on have to be computed to know its experts.
     std::optional<Units> needs_of(const ggml_cgraph * graph, int from, int node) const;
     Units soon(const ggml_cgraph * graph, int node) const;
+    void guess(const ggml_cgraph * graph, int node);
+    void read_guessed(Lock & lock);
     void sort_ring(const ggml_cgraph * graph);
     void touch(Unit * unit);
     void hold(Unit * unit);
@@ -141,9 +152,11 @@ class StreamedWeights {
     size_t n_to_load_ = 0, n_loaded_ = 0, n_told_ = 0, bytes_loaded_ = 0;
     std::deque<Unit *> to_load_, now_, ahead_;  // to read: while loading, waited for, ahead
     double clock_ = 0;                  // in runs
+    std::deque<Guess> guesses_;
+    double n_guessed_ = 0, n_right_ = 0;  // as in Times, later ones counting more
     int error_ = 0, error_file_ = 0;
     bool stopping_ = false;
-    Times times_{0, 0};
+    Times times_{};
     std::vector<std::thread> readers_;
 };
 

@@ -51,6 +51,8 @@ void StreamedWeights::touch(Unit * unit) {
 
 void StreamedWeights::hold(Unit * unit) {
     touch(unit);
+    unit->held_in = clock_;
+    if (unit->guessed_in == clock_) n_right_++, times_.n_right++, unit->guessed_in = 0;
     if (unit->n_holds++ == 0) idle_.erase(unit);
     if (!unit->is_expert) next_ = (at_.at(unit) + 1) % ring_.size();
 }
@@ -99,6 +101,7 @@ ggml_status StreamedWeights::compute(ggml_cgraph * graph, const Compute & comput
     ggml_status status = GGML_STATUS_SUCCESS;
     for (int from = 0; from < n && status == GGML_STATUS_SUCCESS;) {
         int to = from;
+        guess(graph, from);
         for (size_t bytes = 0; to < n; to++) {
             const std::optional<Units> needs = needs_of(graph, from, to);
             if (!needs || !std::all_of(needs->begin(), needs->end(), [](const Unit * u) { return u->state == State::Present; })) break;

@@ -74,7 +74,7 @@ def measure(path: Path, stream_gb: float | None, threads: int) -> dict[str, floa
         rows = (Row(token=7 * i % 100, pos=i, seqs=(0,), request=0, logits_request=0),)
         run = Run(id=i + 1, rows=rows, logits_requests=(LogitsRequest(LogitsKind.TOP, 1),))
         seconds.append(stage.decode(run, None).compute_s)
-        times = (0, 0.0) if stream_gb is None else stage._native.take_stream_times()
+        times = (0, 0.0) if stream_gb is None else stage._native.take_stream_times()[:2]
         n_read.append(times[0])
         waits.append(times[1])
     found = {"run": seconds, "wait": waits, "read": n_read}

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.architectures import ARCHITECTURES, MIXTURES, SMALL, write
+from support.commands import TARGET
 from support.pipeline import Pipeline
 from support.reference import Logits, run_of
 from support.zoo import split
@@ -20,6 +21,7 @@ from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.errors import MemoryNeededError, RunError
 from ggpipe.llama.bundled import inflated_pair
+from ggpipe.llama.inflate import Inflation, Mixture
 
 RUNS = (11, 1, 1, 4, 1, 70, 2)
 REFUSED = {"plm", "rwkv6qwen2"}
@@ -117,6 +119,21 @@ def test_a_file_that_cannot_be_read(name: str, tmp_path: Path) -> None:
             decode_rows(pipeline, 8)
 
 
+def test_experts_of_the_next_layer_are_guessed(tmp_path: Path) -> None:
+    """Of two layers, the second adds nothing: what the next router reads is known."""
+    path = tmp_path / "mixture.gguf"
+    Inflation(TARGET, widen=4, deepen=2, mixture=Mixture(n_expert=8, n_used=2)).write(path)
+    model = ModelConfig(path=path, load_mode="stream", stream_memory_gb=0.4 * path.stat().st_size / 1e9)
+    with Pipeline(path, (), CONTEXT, model=model) as pipeline:
+        native = pipeline.stages[0]._native
+        pipeline.decode(run_of(1, [1, 2, 3], 0))
+        native.take_stream_times()
+        decode_rows(pipeline, 20)
+        _, _, n_guessed, n_right = native.take_stream_times()
+    assert n_guessed > 20
+    assert n_right > 0.5 * n_guessed
+
+
 def test_files_in_parts(tmp_path: Path) -> None:
     path = write("llama", tmp_path / "model.gguf", sizes=SMALL)
     first = split(path, tmp_path / "part", 3)[0]
@@ -126,6 +143,7 @@ def test_files_in_parts(tmp_path: Path) -> None:
 MEMORY = """
 import sys
 from pathlib import Path
+from support.commands import TARGET
 from support.pipeline import Pipeline
 from support.reference import run_of
 from ggpipe.config.model import ModelConfig
