@@ -69,16 +69,19 @@ def measure(path: Path, stream_gb: float | None, threads: int) -> dict[str, floa
     model = ModelConfig(path=path, load_mode=mode, repack=False, stream_memory_gb=stream_gb)  # type: ignore[arg-type]
     file = ModelFile.open(path)
     stage = Stage(file, (0, file.n_layer), model, ContextConfig(n_ctx=256), (threads, threads))
-    seconds, waits, n_read = [], [], []
+    seconds: list[float] = []
+    waits: list[float] = []
+    n_read: list[float] = []
     for i in range(_N_WARM + _N_RUNS):
         rows = (Row(token=7 * i % 100, pos=i, seqs=(0,), request=0, logits_request=0),)
         run = Run(id=i + 1, rows=rows, logits_requests=(LogitsRequest(LogitsKind.TOP, 1),))
         seconds.append(stage.decode(run, None).compute_s)
-        times = (0, 0.0) if stream_gb is None else stage._native.take_stream_times()[:2]
-        n_read.append(times[0])
-        waits.append(times[1])
+        if stream_gb is not None:
+            read, wait, _, _ = stage._native.take_stream_times()
+            n_read.append(read)
+            waits.append(wait)
     found = {"run": seconds, "wait": waits, "read": n_read}
-    return {name: statistics.median(values[_N_WARM:]) for name, values in found.items()}
+    return {name: statistics.median(values[_N_WARM:] or [0]) for name, values in found.items()}
 
 
 def measured(path: Path, stream_gb: float | None, threads: int, limit: MemoryLimit | None) -> dict[str, float]:
