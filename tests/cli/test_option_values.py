@@ -51,7 +51,7 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: given("-lm x")[LoadSettings], "must be auto, mmap, none, mlock, mmap\\+mlock or dio, got x"),
+        (lambda: given("-lm x")[LoadSettings], "must be auto, mmap, none, mlock, mmap\\+mlock, dio or stream, got x"),
         (lambda: engine_config.model_config(given("--numa x")), "`numa` must be distribute, isolate or numactl, got x"),
         (lambda: given("-fa x")[ContextConfig], "`flash_attn` must be on, off or auto, got x"),
         (lambda: given("--mode x")[SpeculationConfig], "`mode` must be iterative, speculative or async, got x"),

@@ -150,10 +150,12 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.llama.machine import resident_bytes
 path = Path(sys.argv[1])
 before = resident_bytes()
-with Pipeline(path, (), model=ModelConfig(path=path, load_mode="stream", stream_memory_gb=0.15)) as pipeline:
-    for i in range(4):
-        pipeline.decode(run_of(i + 1, [5], i))
-    print(resident_bytes() - before)
+file = ModelFile.open(path)
+model = ModelConfig(path=path, load_mode="stream", stream_memory_gb=0.15)
+stage = Stage(file, (0, file.n_layer), model, ContextConfig(n_ctx=256), (1, 1))
+for i in range(4):
+    stage.decode(Run(id=i + 1, rows=(Row(token=5, pos=i, seqs=(0,), request=0, logits_request=-1),)), None)
+print(resident_bytes() - before)
 """
 
 
