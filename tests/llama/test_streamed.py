@@ -143,11 +143,12 @@ def test_files_in_parts(tmp_path: Path) -> None:
 MEMORY = """
 import sys
 from pathlib import Path
-from support.commands import TARGET
-from support.pipeline import Pipeline
-from support.reference import run_of
+from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
+from ggpipe.core.messages import Row, Run
+from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.machine import resident_bytes
+from ggpipe.llama.stage import Stage
 path = Path(sys.argv[1])
 before = resident_bytes()
 file = ModelFile.open(path)
