@@ -12,7 +12,11 @@
 namespace ggpipe {
 
 namespace {
-constexpr size_t kPage = 4096, kHugePage = 2 << 20, kChunk = kHugePage, kLeastWindow = 64 << 20;
+#ifndef MREMAP_DONTUNMAP  // as in older C libraries
+#define MREMAP_DONTUNMAP 4
+#endif
+constexpr size_t kHugePage = 2 << 20, kChunk = kHugePage, kWideWindow = 64 << 20;
+const size_t kPage = sysconf(_SC_PAGESIZE);
 
 uintptr_t page_down(uintptr_t n) { return n & ~(kPage - 1); }
 uintptr_t page_up(uintptr_t n) { return page_down(n + kPage - 1); }
@@ -173,7 +177,7 @@ size_t StreamedWeights::choose_kept(const Units & matrices, size_t n_expert_byte
         least = std::min(least, needed);
         if (needed > memory_) continue;
         limit = sizes[i];
-        const size_t room = memory_ - cache_, wide = std::min(kLeastWindow, room / 8);
+        const size_t room = memory_ - cache_, wide = std::min(kWideWindow, room / 8);
         window_ = wide > 3 * limit && needed - 3 * limit + wide <= memory_ ? wide : 3 * limit;
         to_stream = all - (room - window_);
     }

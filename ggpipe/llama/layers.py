@@ -170,10 +170,10 @@ def load_layers(
                 "each rank its own layers"
             )
         done = total - stage.hidden_bytes
-        for begin in (None, _begin_streaming) if config.streams else (None,):
-            if begin is not None:
-                begin(stage)
-            while tell(done) and (n := stage.load_next()) is not None:
+        for begins in (False, True) if config.streams else (False,):
+            if begins:
+                _begin_streaming(stage)
+            while tell(done) and (n := _load_next(stage)) is not None:
                 done += n
         if wanted and mapping and mapped and config.numa is None:  # with NUMA, pages settle where they are first used
             ranges = stage.mapped_ranges
@@ -198,6 +198,14 @@ def _stream(stage: native.Stage, file: ModelFile, config: ModelConfig) -> None:
     memory = int(asked * 1e9 if asked is not None else available_bytes() * _STREAM_SHARE)
     places = {name: (tensor.file, tensor.offset, tensor.size) for name, tensor in file.tensors.items()}
     stage.stream(paths=[str(path) for path in file.paths], places=places, memory=memory, n_readers=_READERS)
+
+
+def _load_next(stage: native.Stage) -> int | None:
+    """The bytes of further weights; None at the end. Raises ModelError where they cannot be read."""
+    try:
+        return stage.load_next()
+    except RuntimeError as e:
+        raise ModelError(str(e)) from e
 
 
 def _begin_streaming(stage: native.Stage) -> None:
