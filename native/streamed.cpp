@@ -221,8 +221,8 @@ void StreamedWeights::request(Unit * unit, std::deque<Unit *> & list) {
     work_.notify_all();
 }
 
-// Returns the error's number, or 0. `buffer`: for what does not go straight to its place, since disks are several times as fast where
-// they find memory in huge pages.
+// Returns the error's number, or 0. `buffer`: for what does not go straight to its place, since many disks are slow
+// where a request is scattered over small pages.
 int StreamedWeights::read(const Unit & unit, size_t from, size_t size, char * buffer) const {
     const auto [direct, buffered] = files_[unit.file];
     const uint64_t offset = unit.offset - unit.skew + from;
@@ -310,7 +310,7 @@ bool StreamedWeights::make_room(Unit * wanted) {
     return true;
 }
 
-// What takes its place gets its pages: the kernel would clear new ones, which takes a third of the time of reading them.
+// What takes its place gets its pages: the kernel would clear new ones.
 void StreamedWeights::drop(Unit * unit, Unit * wanted) {
     const size_t n = std::max<ptrdiff_t>(unit->end - unit->begin, 0);
     const size_t room = std::max<ptrdiff_t>(wanted->end - wanted->begin - wanted->n_given, 0);

@@ -290,7 +290,8 @@ class CandidateSearch:
             Setting("n_ctx"),
             " or ",
             Setting("n_ubatch"),
-            ", or use a smaller model",
+            ", use a smaller model, or divide the layers yourself: weights that do not fit are then read from the "
+            "file for each token",
         )
 
 
