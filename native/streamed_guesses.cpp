@@ -82,7 +82,7 @@ void StreamedWeights::guess(const ggml_cgraph * graph, int node) {
     guess.n_columns = rows->ne[0];
     guess.n_experts = weights->ne[1];
     guess.n_used = next->src[2]->ne[0];
-    const int64_t n_rows = std::min(ggml_nrows(rows), (guess.n_experts + guess.n_used - 1) / guess.n_used);  // more read all experts
+    const int64_t n_rows = std::min(ggml_nrows(rows), (guess.n_experts + guess.n_used - 1) / guess.n_used);  // enough to need all experts
     guess.rows.assign((const float *) rows->data, (const float *) rows->data + n_rows * guess.n_columns);
     const float * norm = norm_of(router), * next_norm = norm_of(next_router);
     for (size_t i = 0; norm && next_norm && i < guess.rows.size(); i++) {
