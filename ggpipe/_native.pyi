@@ -133,14 +133,14 @@ class Stage:
 
     def stream(self, *, paths: Sequence[str], places: Mapping[str, tuple[int, int, int]], memory: int, n_readers: int) -> None:
         """
-        Before libllama loads: matrices are read from these files as they are used, if they need more than so many bytes of
-        memory. places: number of the file, offset and bytes of each tensor. Raises RuntimeError.
+        Before libllama loads: keep at most this many bytes of weights in memory, and read the others from these files when they
+        are needed. places: number of the file, offset and bytes of each tensor. Raises RuntimeError.
         """
 
     def begin_streaming(self) -> tuple[int, int]:
         """
-        After end_load. Returns the bytes of memory that weights need at least, and those that they have. If they need more,
-        nothing is read.
+        After end_load: begin to read the weights that stay in memory. Returns the minimum memory and the memory given, in
+        bytes; nothing is read if the latter is smaller.
         """
 
     def end_load(self) -> None:
@@ -155,7 +155,7 @@ class Stage:
     def take_stream_times(self) -> tuple[int, float, int, int]:
         """
         Since the last call: bytes of weights that were read, seconds that computing waited for them, how many matrices of
-        experts were read by guesses, and how many of these were needed.
+        experts were prefetched by prediction, and how many of these were used.
         """
 
     @property

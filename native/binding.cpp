@@ -136,11 +136,11 @@ NB_MODULE(_native, m) {
             for (const auto & [name, place] : places) own[name] = {std::get<0>(place), std::get<1>(place), std::get<2>(place)};
             s.streamed = std::make_unique<StreamedWeights>(paths, std::move(own), memory, n_readers);
         }, nb::kw_only(), "paths"_a, "places"_a, "memory"_a, "n_readers"_a,
-           "Before libllama loads: matrices are read from these files as they are used, if they need more than so many bytes of\n"
-           "memory. places: number of the file, offset and bytes of each tensor. Raises RuntimeError.")
+           "Before libllama loads: keep at most this many bytes of weights in memory, and read the others from these files when they\n"
+           "are needed. places: number of the file, offset and bytes of each tensor. Raises RuntimeError.")
         .def("begin_streaming", [](Stage & s) { return std::pair(s.streamed->begin(), s.streamed->memory()); },
-             "After end_load. Returns the bytes of memory that weights need at least, and those that they have. If they need more,\n"
-             "nothing is read.")
+             "After end_load: begin to read the weights that stay in memory. Returns the minimum memory and the memory given, in\n"
+             "bytes; nothing is read if the latter is smaller.")
         .def("end_load", &Stage::end_load, "After libllama has loaded, or failed to.")
         .def("load_next", [](Stage & s) {
             const std::optional<size_t> copied = s.group ? s.group->load_next() : std::nullopt;
@@ -150,9 +150,9 @@ NB_MODULE(_native, m) {
              "stay in memory. Returns how many bytes were copied or read; None at the end. Raises RuntimeError.")
         .def("take_stream_times", [](Stage & s) {
             const StreamedWeights::Times times = s.streamed->take_times();
-            return std::make_tuple(times.bytes_read, times.waited_s, times.n_guessed, times.n_right);
+            return std::make_tuple(times.bytes_read, times.waited_s, times.n_predicted, times.n_right);
         }, "Since the last call: bytes of weights that were read, seconds that computing waited for them, how many matrices of\n"
-           "experts were read by guesses, and how many of these were needed.")
+           "experts were prefetched by prediction, and how many of these were used.")
         .def_prop_ro("streamed_bytes", [](Stage & s) { return s.streamed ? s.streamed->bytes_streamed() : 0; },
                      "Bytes of matrices that each run reads from files.")
         .def_prop_ro("stream_problem", [](Stage & s) { return s.streamed ? s.streamed->problem() : std::string(); },

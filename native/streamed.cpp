@@ -23,7 +23,7 @@ uintptr_t page_up(uintptr_t n) { return page_down(n + kPage - 1); }
 
 uintptr_t huge_page_up(uintptr_t n) { return (n + kHugePage - 1) & ~(kHugePage - 1); }
 
-// Addresses that cost nothing until they are touched, from the start of a huge page on.
+// An address range, aligned to huge pages, that takes up no memory until it is touched.
 char * reserve_pages(size_t size, std::vector<std::pair<void *, size_t>> & reserved) {
     const size_t all = size + kHugePage;
     void * p = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -32,7 +32,7 @@ char * reserve_pages(size_t size, std::vector<std::pair<void *, size_t>> & reser
     return (char *) huge_page_up(uintptr_t(p));
 }
 
-constexpr int kNoLayer = INT32_MAX;  // comes behind all layers
+constexpr int kNoLayer = INT32_MAX;  // sorted after all layers
 int layer_of(const char * name) { return strncmp(name, "blk.", 4) == 0 ? atoi(name + 4) : kNoLayer; }
 }  // namespace
 
@@ -81,7 +81,7 @@ bool StreamedWeights::add(ggml_tensor * tensor, const std::string & name, const 
     Tensor & t = tensors_[tensor];
     t.is_experts = op->second == GGML_OP_MUL_MAT_ID;
     const size_t n = t.is_experts ? tensor->ne[2] : 1, all = pieces.size * pieces.times, size = all / n;
-    const size_t skew = (place.offset + pieces.from) % kPage;  // so that whole pages of the file are whole pages of memory
+    const size_t skew = (place.offset + pieces.from) % kPage;  // aligns pages of the file with pages of memory
     const bool in_huge_pages = !t.is_experts && size >= kHugePage;
     char * base = reserve_pages(page_up(skew + all), reserved_);
     madvise(base, page_up(skew + all), in_huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
@@ -128,7 +128,7 @@ size_t StreamedWeights::begin() {
     const size_t needed = choose_kept(ordered, n_expert_bytes);
     if (needed > memory_) return needed;
     for (const auto & [address, size] : reserved_) {
-        if (is_whole_) madvise(address, size, MADV_HUGEPAGE);  // also experts, since none of them will leave
+        if (is_whole_) madvise(address, size, MADV_HUGEPAGE);  // experts too, since none of them is evicted
     }
     const Lock lock(mutex_);
     for (Unit * unit : ordered) {
@@ -152,10 +152,10 @@ size_t StreamedWeights::begin() {
     return needed;
 }
 
-// Which matrices stay in memory, and how much of it is for what. `matrices`: in the order of their use. Returns the bytes that are needed
-// at least.
+// Choose the matrices that stay in memory, and the sizes of the window and of the experts' cache. `matrices`: in the order of their
+// use. Returns the minimum memory in bytes.
 size_t StreamedWeights::choose_kept(const Units & matrices, size_t n_expert_bytes) {
-    std::vector<size_t> sizes;  // of those that may be streamed: the output layer's are also read by draft heads in this process
+    std::vector<size_t> sizes;  // of those that may be streamed: not the output layer's, which draft heads in this process read as well
     size_t all = 0;
     for (const Unit * unit : matrices) {
         all += unit->size;
@@ -221,8 +221,8 @@ void StreamedWeights::request(Unit * unit, std::deque<Unit *> & list) {
     work_.notify_all();
 }
 
-// Returns the error's number, or 0. `buffer`: for what does not go straight to its place, since many disks are slow
-// where a request is scattered over small pages.
+// Returns the error's number, or 0. `buffer`: in huge pages, for units in small ones: many disks are slow if a
+// request is scattered over small pages.
 int StreamedWeights::read(const Unit & unit, size_t from, size_t size, char * buffer) const {
     const auto [direct, buffered] = files_[unit.file];
     const uint64_t offset = unit.offset - unit.skew + from;
@@ -247,8 +247,8 @@ int StreamedWeights::read(const Unit & unit, size_t from, size_t size, char * bu
 void StreamedWeights::read_all(char * buffer) {
     Lock lock(mutex_);
     while (!stopping_) {
-        if (!guesses_.empty()) {
-            read_guessed(lock);
+        if (!predictions_.empty()) {
+            read_predicted(lock);
             continue;
         }
         std::deque<Unit *> * list = !now_.empty() ? &now_ : !to_load_.empty() ? &to_load_ : !ahead_.empty() ? &ahead_ : nullptr;
@@ -274,7 +274,7 @@ void StreamedWeights::read_all(char * buffer) {
     }
 }
 
-// Begin to read the next matrix that is not there, if there is room.
+// Prefetch the next matrix that is not in memory, if the window has room.
 bool StreamedWeights::look_ahead() {
     for (size_t i = 0; i < ring_.size(); i++) {
         const size_t at = (next_ + i) % ring_.size();
@@ -286,7 +286,7 @@ bool StreamedWeights::look_ahead() {
     return false;
 }
 
-// Room for a matrix: those that are used later than it give way, the last ones first.
+// Make room in the window for a matrix: those that are used later than it are evicted, the farthest ones first.
 bool StreamedWeights::make_window(size_t at) {
     const size_t n = ring_.size(), distance = (at + n - next_) % n;
     for (size_t i = n - 1; in_window_ + ring_[at]->size > window_; i--) {
@@ -298,7 +298,7 @@ bool StreamedWeights::make_window(size_t at) {
     return true;
 }
 
-// Room for an expert: those that are used least give way.
+// Make room in the cache for an expert: the least used ones are evicted.
 bool StreamedWeights::make_room(Unit * wanted) {
     while (in_cache_ + wanted->size > cache_) {
         if (idle_.empty()) return false;
@@ -310,12 +310,12 @@ bool StreamedWeights::make_room(Unit * wanted) {
     return true;
 }
 
-// What takes its place gets its pages: the kernel would clear new ones.
+// Evict a unit. The one that replaces it gets its pages: the kernel would have to clear new ones.
 void StreamedWeights::drop(Unit * unit, Unit * wanted) {
     const size_t n = std::max<ptrdiff_t>(unit->end - unit->begin, 0);
     const size_t room = std::max<ptrdiff_t>(wanted->end - wanted->begin - wanted->n_given, 0);
     const bool suits = !unit->in_huge_pages && !wanted->in_huge_pages;
-    size_t moved = suits ? std::min(n, room) : n == room && unit->skew == wanted->skew ? n : 0;  // or huge pages would be split
+    size_t moved = suits ? std::min(n, room) : n == room && unit->skew == wanted->skew ? n : 0;  // otherwise, huge pages would be split
     const int how = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
     if (moved && mremap(unit->begin, moved, moved, how, wanted->begin + wanted->n_given) == MAP_FAILED) moved = 0;
     wanted->n_given += moved;

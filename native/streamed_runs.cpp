@@ -1,4 +1,4 @@
-// How a graph is computed whose weights are read meanwhile: in parts, each as far as its weights are there.
+// How a graph is computed while its weights are read: in parts, each up to the next weight that has to be waited for.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -52,7 +52,7 @@ void StreamedWeights::touch(Unit * unit) {
 void StreamedWeights::hold(Unit * unit) {
     touch(unit);
     unit->held_in = clock_;
-    if (unit->guessed_in == clock_) n_right_++, times_.n_right++, unit->guessed_in = 0;
+    if (unit->predicted_in == clock_) n_right_++, times_.n_right++, unit->predicted_in = 0;
     if (unit->n_holds++ == 0) idle_.erase(unit);
     if (!unit->is_expert) next_ = (at_.at(unit) + 1) % ring_.size();
 }
@@ -65,7 +65,7 @@ void StreamedWeights::release(Units & units) {
     work_.notify_all();
 }
 
-// Wait until units are there, which are held from then on. `later`: experts that are needed soon.
+// Wait until units are in memory, and hold them there. `later`: experts that are needed soon.
 bool StreamedWeights::wait_for(Lock & lock, const Units & units, const Units & later, const std::function<bool()> & stops) {
     const auto start = std::chrono::steady_clock::now();
     for (Unit * unit : units) hold(unit);
@@ -101,12 +101,12 @@ ggml_status StreamedWeights::compute(ggml_cgraph * graph, const Compute & comput
     ggml_status status = GGML_STATUS_SUCCESS;
     for (int from = 0; from < n && status == GGML_STATUS_SUCCESS;) {
         int to = from;
-        guess(graph, from);
+        predict(graph, from);
         for (size_t bytes = 0; to < n; to++) {
             const std::optional<Units> needs = needs_of(graph, from, to);
             if (!needs || !std::all_of(needs->begin(), needs->end(), [](const Unit * u) { return u->state == State::Present; })) break;
             for (const Unit * unit : *needs) bytes += unit->is_expert ? 0 : unit->size;
-            if (bytes > window_ / 3 && to > from && !needs->empty()) break;  // so that others can be read
+            if (bytes > window_ / 3 && to > from && !needs->empty()) break;  // leave room for others to be read
             for (Unit * unit : *needs) hold(unit), held.push_back(unit);
         }
         if (to == from) {
@@ -129,7 +129,7 @@ ggml_status StreamedWeights::compute(ggml_cgraph * graph, const Compute & comput
     return status;
 }
 
-// Experts that later operations need, of the same rows as this one.
+// The same experts' matrices in later operations.
 StreamedWeights::Units StreamedWeights::soon(const ggml_cgraph * graph, int node) const {
     constexpr int kFarthest = 64;
     Units units;
@@ -142,7 +142,7 @@ StreamedWeights::Units StreamedWeights::soon(const ggml_cgraph * graph, int node
     return units;
 }
 
-// Matrices of this graph in the order of their use.
+// Put this graph's matrices into the order of their use.
 void StreamedWeights::sort_ring(const ggml_cgraph * graph) {
     if (ring_.empty()) return;
     Units used;

@@ -147,14 +147,15 @@ class EngineOptions(RequestOptions, total=False):
     """Options of an engine."""
 
     load_mode: Literal["auto", "mmap", "none", "mlock", "mmap+mlock", "dio", "stream"]
-    """How to load weights: auto, none, mmap, mlock, mmap+mlock, dio or stream. stream reads weights that do not fit
-    into memory from the file as they are used; auto is mmap, or stream if they do not fit. Default: 'auto'."""
+    """How to load weights: auto, none, mmap, mlock, mmap+mlock, dio or stream. stream keeps in memory the weights that
+    fit, and reads the others from the file when they are needed; auto is mmap, or stream if they do not fit. Default:
+    'auto'."""
     mmap: bool
     """Map weights from the file, instead of reading this rank's layers into memory. Default: True."""
     mlock: bool
     """Lock weights in RAM. Default: False."""
     stream_memory_gb: float
-    """Memory for the weights of each rank that streams them. Default: what its machine has available."""
+    """Memory for the weights of each rank that streams them. Default: all that its machine has available."""
     repack: bool
     """Let ggml repack weights for this CPU. Default: True."""
     numa: Literal["distribute", "isolate", "numactl"]

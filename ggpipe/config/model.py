@@ -25,7 +25,7 @@ class ModelConfig:
     load_mode: LoadMode = "auto"
     """`auto` is `mmap`, or `stream` where the weights do not fit into memory."""
     stream_memory_gb: float | None = None
-    """With the load mode `stream`: memory for each rank's weights; None: what its machine has available."""
+    """Memory for the weights of each rank that streams them; None: all that its machine has available."""
     repack: bool = True
     """ggml may convert weights to the layout that is fastest on this CPU, unless they are streamed."""
     numa: Numa | None = None
@@ -41,7 +41,7 @@ class ModelConfig:
 
     @property
     def streams(self) -> bool:
-        """Whether weights that do not fit into memory are read from the file as they are used."""
+        """Whether weights that do not fit into memory are read from the file when they are needed."""
         return self.load_mode == "stream"
 
     @property

@@ -179,10 +179,10 @@ def stream_memory(
     """Memory in GB for the weights of each rank of the target that streams them. The arguments are those of
     `check_memory`.
 
-    What a machine has left beside everything else is divided among its ranks by what their weights need. With the load
-    mode `auto`, ranks of machines with enough memory are left out.
+    If the user gives no number, a machine's ranks share the memory that nothing else needs, in proportion to their
+    weights. With the load mode `auto`, ranks of machines with enough memory are left out.
     """
-    needs = needs_by_rank(config, model_file, layout, draft_layouts)
+    needs, given = needs_by_rank(config, model_file, layout, draft_layouts), config.model.stream_memory_gb
     shares: dict[int, float] = {}
     for host in {hello.host for hello in hellos}:
         here = {rank: memory for rank, memory in needs.items() if hellos[rank].host == host}
@@ -191,7 +191,7 @@ def stream_memory(
         available = min(hello.memory_bytes for hello in hellos if hello.host == host) * USABLE
         share = max(available - others, 1.0) / max(sum(weights.values()), 1.0)
         if share < 1 or config.model.streams:
-            shares.update({rank: n * share / 1e9 for rank, n in weights.items()})
+            shares.update({rank: n * share / 1e9 if given is None else given for rank, n in weights.items()})
     return shares
 
 

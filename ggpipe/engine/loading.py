@@ -177,7 +177,7 @@ class _Agreed:
     inputs_to: int
     """The rank of that head."""
     stream_memory_gb: dict[int, float]
-    """Of ranks whose machines choose it."""
+    """Of the ranks that stream weights."""
     warnings: list[Wording]
 
 
@@ -202,7 +202,7 @@ def _agree(head: Head) -> _Agreed:
     if config.context.n_ctx or config.model.streams:  # the user's own choice
         check(counts_weights=False)
     stream_memory_gb: dict[int, float] = {}
-    if config.model.streams and config.model.stream_memory_gb is None:
+    if config.model.streams:
         stream_memory_gb = handshake.stream_memory(hellos, config, model_file, layout, draft_layouts)
     try:
         check(counts_weights=not config.model.streams)
@@ -212,7 +212,12 @@ def _agree(head: Head) -> _Agreed:
         same_bits = not (config.context.exact and config.model.repack)  # streamed weights are not repacked
         if config.model.load_mode == "auto" and same_bits and _holds(functools.partial(check, counts_weights=False)):
             stream_memory_gb = handshake.stream_memory(hellos, config, model_file, layout, draft_layouts)
-            warnings.append(Wording("weights are read from the file as they are used, which is slow: ", e))
+            warnings.append(
+                Wording(
+                    "weights that do not fit into memory are read from the file when they are needed, which is slow: ",
+                    e,
+                )
+            )
         else:
             left_out = (Setting("warmup"), " is left out, so that ") if warmup else ()
             warnings.append(Wording(*left_out, "memory may run out later: ", e))

@@ -57,7 +57,7 @@ class LoadLayers(ControlMessage, frozen=True):
     inputs_to: int = HEAD
     """The rank that they are sent to."""
     stream_memory_gb: float | None = None
-    """Stream weights with so much memory for them; None: as in the config."""
+    """Stream weights, with this much memory for them; None: as in the config."""
 
 
 class DraftVocab(ControlMessage, frozen=True):

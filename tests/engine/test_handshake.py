@@ -88,14 +88,14 @@ def streams(config: EngineConfig) -> bool:
     """Whether a single rank warns that it streams, rather than that memory may run out."""
     with Head(LocalWorld(1).transports[0], config) as head:
         (warning,) = map(str, Session.load(head).warnings)
-    streams = warning.startswith("weights are read from the file as they are used, which is slow: ")
+    streams = warning.startswith("weights that do not fit into memory are read from the file when they are needed")
     assert streams or "memory may run out later: " in warning
     return streams
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_weights_that_do_not_fit_are_streamed(n_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is left beside everything else, of which each rank gets what its weights need."""
+    """Ranks share the memory that nothing else needs, in proportion to their weights."""
     layout = lay_out(FILE.n_layer, n_ranks, None)
     needs = needs_by_rank(CONFIG, FILE, layout, [])
     weights = sum(memory.weights for memory in needs.values())
@@ -105,6 +105,9 @@ def test_weights_that_do_not_fit_are_streamed(n_ranks: int, monkeypatch: pytest.
     hellos = [msgspec.structs.replace(HELLO, memory_bytes=available)] * n_ranks
     shares = stream_memory(hellos, CONFIG, FILE, layout, [])
     assert shares == pytest.approx({rank: memory.weights * 0.75e-9 for rank, memory in needs.items()}, rel=0.01)
+
+    given = replace(CONFIG, model=replace(CONFIG.model, stream_memory_gb=0.25))
+    assert set(stream_memory(hellos, given, FILE, layout, []).values()) == {0.25}
 
     monkeypatch.setattr(machine, "available_bytes", lambda: available)
     if n_ranks == 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.architectures import ARCHITECTURES, MIXTURES, SMALL, write
+from support.architectures import ARCHITECTURES, MIXTURES, NEVER_SMALL, SMALL, write
 from support.pipeline import Pipeline
 from support.reference import Logits, run_of
 
@@ -18,8 +18,6 @@ from ggpipe.llama.libllama import native
 
 RUNS = (11, 1, 1, 4, 1, 70, 2)
 """From one row, most of whose operations are small, to as many as no operation is small for."""
-REFUSED = {"plm", "rwkv6qwen2"}
-"""By libllama: their metadata do not suit so small a model."""
 CONTEXT = ContextConfig(n_ctx=256)
 
 pytestmark = pytest.mark.skipif(
@@ -47,7 +45,7 @@ def waits(path: Path, threads: int, n_rows: int) -> tuple[int, int]:
         return pipeline.stages[0]._native.waits
 
 
-@pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *MIXTURES} - REFUSED))
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *MIXTURES} - NEVER_SMALL))
 def test_same_bits_as_one_thread(name: str, tmp_path: Path) -> None:
     path = write(name, tmp_path / "model.gguf", sizes=SMALL)
     np.testing.assert_array_equal(logits(path, 3), logits(path, 1))

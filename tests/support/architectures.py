@@ -42,6 +42,8 @@ class Sizes:
 
 SMALL = Sizes(width=2 * HEAD, n_head=2, n_ff=256, n_experts=4, n_indexers=4)
 """Whose rows are too short for K-quants, and whose tokens choose among experts."""
+NEVER_SMALL = {"plm", "rwkv6qwen2"}
+"""Refused by libllama: their metadata do not suit a model of this size."""
 
 _MOE = frozenset(
     """
