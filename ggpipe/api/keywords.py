@@ -201,8 +201,8 @@ class EngineOptions(RequestOptions, total=False):
     """KV cache type of V; same choices as `cache_type_k`. Default: 'f16'."""
     check_memory: bool
     """Refuse to load if a machine has less available memory than its ranks need, instead of warning. A given `n_ctx`
-    whose cells do not fit is always refused. `restart` always does so when it moves layers to other machines. Default:
-    False."""
+    whose cells do not fit is always refused. When `restart` moves layers to other machines, weights are then not
+    streamed either. Default: False."""
     exact: bool
     """Compute the same bits for every split, mode and number of threads: with ggml's reference kernels, which are
     slower, or with ggpipe's own if `fast_kernels` is given. Default: False."""

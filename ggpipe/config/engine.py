@@ -108,6 +108,11 @@ class EngineConfig:
         return min(MAX_PREFIXES, n_ids - context.n_seq)
 
     @property
+    def may_stream(self) -> bool:
+        """Whether weights that do not fit into memory may be streamed unasked: not where `exact` wants the bits of repacked ones."""
+        return self.model.load_mode == "auto" and not (self.context.exact and self.model.repack)
+
+    @property
     def n_draft_ranks(self) -> int:
         """Number of ranks that hold only a draft model: the last ones."""
         return sum(draft.n_ranks for draft in self.drafts)

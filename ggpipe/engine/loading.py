@@ -209,8 +209,7 @@ def _agree(head: Head) -> _Agreed:
     except MemoryNeededError as e:
         if config.pipeline.check_memory:
             raise
-        same_bits = not (config.context.exact and config.model.repack)  # streamed weights are not repacked
-        if config.model.load_mode == "auto" and same_bits and _holds(functools.partial(check, counts_weights=False)):
+        if config.may_stream and _holds(functools.partial(check, counts_weights=False)):
             stream_memory_gb = handshake.stream_memory(hellos, config, model_file, layout, draft_layouts)
             warnings.append(
                 Wording(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.settings import SETTINGS
 
+from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit, n_ranks_of, parse_layer_split, text_of
@@ -279,7 +281,10 @@ def test_a_hostfile_is_translated_for_another_mpirun(
 
 
 def test_a_machine_is_away(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (job,) = again(hostfile, {"b"}, monkeypatch, "0.5,0.25,0.25")
+    job, streaming = again(hostfile, {"b"}, monkeypatch, "0.5,0.25,0.25")
+    assert streaming.settings.config.model.load_mode == "stream"
+    assert streaming.line == "continuing with weights that are read from the file when they are needed, which is slow"
+    assert (streaming.hosts, split_of(streaming)) == (job.hosts, split_of(job))
     assert job.n_ranks == 2
     assert job.line == "b cannot be reached: shares of the layers are now 0.667 on a and 0.333 on c"
     assert job.settings.config.pipeline.check_memory
@@ -290,6 +295,27 @@ def test_a_machine_is_away(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not path.exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "context", "pipeline"),
+    [
+        (replace(MODEL, load_mode="mmap"), ContextConfig(), PipelineConfig()),
+        (MODEL, ContextConfig(exact=True), PipelineConfig()),
+        (MODEL, ContextConfig(), PipelineConfig(check_memory=True)),
+    ],
+)
+def test_a_job_does_not_stream_against_the_users_will(
+    hostfile: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: ModelConfig,
+    context: ContextConfig,
+    pipeline: PipelineConfig,
+) -> None:
+    monkeypatch.setattr(jobs, "unreachable", lambda *_: {"b"})
+    split = parse_layer_split("0.5,0.25,0.25")[0]
+    config = EngineConfig(model, context=context, pipeline=replace(pipeline, layer_split=split))
+    assert len(jobs_again(Job(RankSetup(config=config), 3, hostfile), lambda: None)) == 1
+
+
 def test_a_planned_split_is_planned_again(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = again(hostfile, {"a"}, monkeypatch, None, "d.gguf")
     assert (job.n_ranks, job.hosts, job.settings.config.pipeline.auto) == (2, ("b", "c"), True)
@@ -297,7 +323,7 @@ def test_a_planned_split_is_planned_again(hostfile: Path, monkeypatch: pytest.Mo
 
 
 def test_a_draft_goes_to_the_head_or_is_left_out(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, without = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1", "d.gguf")
+    inside, without, _ = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1", "d.gguf")
     assert (inside.hosts, without.hosts) == (("a", "b"), ("a", "b"))
     assert inside.line == "c cannot be reached: the draft model is now on a"
     assert without.line == "continuing without the draft model"
@@ -306,12 +332,12 @@ def test_a_draft_goes_to_the_head_or_is_left_out(hostfile: Path, monkeypatch: py
 
 def test_one_of_several_drafts_loses_its_machine(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hostfile.write_text("a\nb\nc\nd\n")
-    inside, without = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1/1", "x.gguf", "y.gguf")
+    inside, without, _ = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1/1", "x.gguf", "y.gguf")
     assert split_of(inside) == "0.5,0.5/1.0/ y x"
     assert (without.line, without.hosts) == ("continuing without x.gguf", ("a", "b", "d"))
     assert split_of(without) == "0.5,0.5/1.0 y"
 
 
 def test_a_draft_stays_where_it_is(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (job,) = again(hostfile, {"b"}, monkeypatch, "0.5,0.5/1", "d.gguf")
+    job, _ = again(hostfile, {"b"}, monkeypatch, "0.5,0.5/1", "d.gguf")
     assert split_of(job) == "1.0/1.0 d"
