@@ -258,6 +258,12 @@ class Stage:
         """
 
     @property
+    def weights(self) -> list[str]:
+        """
+        Names of the weights that this rank reads, of whole tensors where it reads slices.
+        """
+
+    @property
     def hidden_bytes(self) -> int:
         """
         Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.

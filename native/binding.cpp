@@ -197,6 +197,7 @@ NB_MODULE(_native, m) {
         .def_ro("missing", &Stage::missing, "Reads from UP in the last run that it did not bring.")
         .def_prop_ro("orders_cells", [](Stage & s) { return s.exact && s.cell_order.complete; },
                      "Attention reads KV cells in order, wherever they are: it depends on no other sequence.")
+        .def_ro("weights", &Stage::weights, "Names of the weights that this rank reads, of whole tensors where it reads slices.")
         .def_ro("hidden_bytes", &Stage::hidden_bytes,
                 "Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.")
         .def_ro("mapped_bytes", &Stage::mapped_bytes, "Bytes of weights that are used in the mapped file.")

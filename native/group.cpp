@@ -79,6 +79,7 @@ ggml_status init_part(ggml_backend_buffer_t b, ggml_tensor * t) {
     g.graphs.made(g.part, t);
     if (t->view_src || b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE) return GGML_STATUS_SUCCESS;
     if (!g.stage.loading) { g.own_cells[t->name] = t; return GGML_STATUS_SUCCESS; }
+    g.stage.weights.push_back(t->name);
     if (const Group::Extra * extra = g.repacker_of(t)) {
         t->buffer = extra->label;
         extra->real->iface.init_tensor(extra->real, t);

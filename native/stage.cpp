@@ -27,6 +27,7 @@ void Stage::end_load() {
 
 ggml_status Stage::place_weight(ggml_tensor * tensor, Role role, bool host) {
     if (!loading || tensor->view_src) return GGML_STATUS_SUCCESS;
+    if (host ? first : role == Role::Local) weights.push_back(tensor->name);
     if (!host && role == Role::Local && streamed && streamed->add(tensor)) {
         hide(tensor);
         return GGML_STATUS_SUCCESS;

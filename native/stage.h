@@ -84,6 +84,7 @@ struct Stage {
     void add_mapped_range(const void * data, size_t size);
     std::vector<Range> mapped_ranges;              // of `file`, that weights use
     size_t mapped_bytes = 0, hidden_bytes = 0;
+    std::vector<std::string> weights;              // names of those that this rank reads
 
     // One run. `cancel` may come from another thread at any time.
     void begin_run(int64_t run, const uint8_t * incoming, size_t size, size_t headroom);

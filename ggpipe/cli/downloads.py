@@ -44,7 +44,7 @@ def with_models(command: Command, options: Options) -> Options:
         found = [get(own, text, None, True) for text in hub.draft_repos]
         target = get(own, hub.repo, hub.file, False) if hub.repo is not None else None
     new = [paths for paths, is_new in (*found, *([target] if target else [])) if is_new]
-    if has_user and not environment.is_rank() and new:
+    if has_user and not environment.is_rank() and new and not options.is_given("send_weights"):
         tell_others(new, slots_of(options[RankSettings].hostfile))
     values = {"draft.model": [*models.drafts, *(paths[0] for paths, _ in found)]} if found else {}
     return options.with_values({**values, **({"model": target[0][0]} if target else {})})
@@ -62,7 +62,7 @@ def tell_others(models: Sequence[Sequence[Path]], hosts: Sequence[str]) -> None:
     )
     names = ", ".join(paths[0].name for paths in models)
     show(
-        f"the other machines need {names} at the same path. Unless they share this folder, run: "
+        f"the other machines need {names} at the same path. Unless they share this folder, add --send-weights, or run: "
         f"for host in {shlex.join(others)}; do {copies}; done"
     )
 

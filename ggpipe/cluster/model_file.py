@@ -1,4 +1,4 @@
-"""Checks whether a file can be a model, without libllama."""
+"""A model's files, and whether a file can be one, without libllama."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ import stat
 import sys
 from pathlib import Path
 
+import msgspec
+
 from ggpipe.errors import ModelError
 
 _VERSION = 3
 """GGUF's version, as llama.cpp writes it."""
 _MOST_LIKELY = 0xFFFF
 """Larger versions are damaged, or have the other byte order."""
+
+
+class ModelPart(msgspec.Struct, frozen=True):
+    """One of a model's files."""
+
+    name: str
+    n_bytes: int
+    header_bytes: int
 
 
 def check_model_file(path: Path) -> None:

@@ -109,7 +109,8 @@ class EngineConfig:
 
     @property
     def may_stream(self) -> bool:
-        """Whether weights that do not fit into memory may be streamed unasked: not where `exact` wants the bits of repacked ones."""
+        """Whether weights that do not fit into memory may be streamed unasked: not if `exact` asks for the bits of
+        repacked ones."""
         return self.model.load_mode == "auto" and not (self.context.exact and self.model.repack)
 
     @property

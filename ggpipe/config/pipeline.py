@@ -35,6 +35,8 @@ class PipelineConfig:
     long to start on machines that have."""
     check_memory: bool = False
     """Load nothing if a machine has less memory available than its ranks need."""
+    send_weights: bool = False
+    """Machines without a model's file get their weights of it from the head's machine, and keep them."""
     tensor_split: tuple[float, ...] = ()
     """Proportions in which the ranks of a group divide each tensor. They apply to groups with that many ranks, the
     draft's included. Other groups divide tensors evenly."""

@@ -20,6 +20,7 @@ from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.engine.head import Head
 from ggpipe.engine.served import serve
 from ggpipe.engine.signals import Signals
+from ggpipe.engine.weights import share_models
 from ggpipe.engine.worker import Worker
 from ggpipe.errors import GgpipeError, ModelError, RankError, Setting, SilentRankError, Terminated, Wording
 from ggpipe.launch import sockets
@@ -67,6 +68,9 @@ def run_rank(
     """
     with _connected(config, report, say, signals) as own:
         transport = own.transport
+        if config.pipeline.send_weights and transport.size > 1:
+            config, weights = share_models(transport, own.attend, config, own.say)
+            own.leaving.callback(weights.close)
         if settle is not None:
             config = settle(transport, own.attend, config, own.say)
         libllama.on_abort(lambda reason: _end_aborted(config, transport, reason, report))
@@ -129,6 +133,8 @@ class _Rank:
     front_end: FrontEnd | None
     """The one that this head serves; None: it is this process, or this is another rank."""
     say: Say
+    leaving: contextlib.ExitStack
+    """Closed once all ranks are leaving: no more messages but those of `transport`."""
 
     def attend(self) -> None:
         """See Attend."""
@@ -148,9 +154,11 @@ def _connected(config: EngineConfig, report: Report, say: Say, signals: Signals 
         (report if front_end is None else front_end.report)(error)
 
     heartbeat: Heartbeat | None = None
+    leaving = contextlib.ExitStack()
     if transport.size > 1 and transport.sends_from_any_thread:
         timeout_s = config.pipeline.rank_timeout_s
         heartbeat = Heartbeat(transport, timeout_s, lambda error: signals.fail(lambda: error), tell)
+        leaving.callback(heartbeat.stop)
     signals.connected(heartbeat)
     # The head sent Quit to all ranks: they will leave, however long freeing their memory takes. A rank that dies ends
     # the job through its mpirun, a silent one through the heartbeat.
@@ -162,7 +170,7 @@ def _connected(config: EngineConfig, report: Report, say: Say, signals: Signals 
             say = front_end.say
             wait_limit_s = None
         config.check_ranks(transport.size)
-        yield _Rank(transport, signals, front_end, say)
+        yield _Rank(transport, signals, front_end, say, leaving)
     except GgpipeError as e:
         if transport.rank == HEAD:
             tell(e)
@@ -180,7 +188,7 @@ def _connected(config: EngineConfig, report: Report, say: Say, signals: Signals 
         signals.leave()
         if front_end is not None:
             front_end.close()
-        transport.close(wait_limit_s, heartbeat.stop if heartbeat is not None else lambda: None)
+        transport.close(wait_limit_s, leaving.close)
         signals.restore()
 
 

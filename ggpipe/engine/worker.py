@@ -33,7 +33,7 @@ from ggpipe.engine.stage_thread import (
     StageFailed,
     StageThread,
 )
-from ggpipe.errors import GgpipeError, RunError
+from ggpipe.errors import GgpipeError, ModelError, RunError, Setting
 from ggpipe.llama import machine
 from ggpipe.llama.draft_heads import open_draft
 from ggpipe.llama.eagle3 import TargetStates
@@ -70,7 +70,7 @@ class Worker:
     def serve(self) -> int:
         """Returns the exit code that the head gave."""
         try:
-            model_file = open_draft(self._config.part_of(self._model).model.path, self._config.model.path)
+            model_file = self._open()
             self._prompt_cache = wiring.prompt_cache(self._config, self._transport)
             self._prefix_files = wiring.prefix_files(self._config, self._transport, self._model)
             self._channel.send(HEAD, handshake.hello(self._transport, self._config, model_file, self._model))
@@ -89,6 +89,12 @@ class Worker:
                 match self._channel.receive().message:
                     case Quit(exit_code):
                         return exit_code
+
+    def _open(self) -> ModelFile:
+        path = self._config.part_of(self._model).model.path
+        if not path.exists() and not self._config.pipeline.send_weights:
+            raise ModelError(f"there is no {path} on this machine: copy it there, or add ", Setting("send_weights"))
+        return open_draft(path, self._config.model.path)
 
     def _load(self, layout: Layout, model_file: ModelFile, order: LoadLayers) -> Pipeline:
         """Our place in the pipeline of the target, or of the draft; our stage begins to load, if we hold layers."""

@@ -14,6 +14,7 @@ import numpy as np
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.drafters.registry import HEADS
 from ggpipe.errors import MemoryNeededError, ModelError, RunError, Setting, SettingError
+from ggpipe.llama import partial_model
 from ggpipe.llama.completed import EMBEDDINGS, as_one_file
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
@@ -119,6 +120,7 @@ def load_layers(
     counts = [(up, a), (local, end - a), (down, n_all - end)]
     place_layers(params, counts, keep)
     mapped = config.maps
+    partial_model.complete(file, None if file.architecture in HEADS else layers, progress or _go_on)
     mapping = _MappedFiles(file) if mapped or in_group else None
     keep.append(mapping)
     total = file.n_bytes
@@ -151,6 +153,7 @@ def load_layers(
             raise RunError("loading was stopped")
         raise ModelError(f"cannot load {file.paths[0]}: {last_error()}")
     try:
+        partial_model.check(file, stage.weights)
         if file.architecture in HEADS and not is_head:
             raise ModelError(
                 f"{file.paths[0]} is {HEADS[file.architecture]}, which only drafts for its target: name it with ",
@@ -190,6 +193,10 @@ def load_layers(
         lib.llama_model_free(model)
         raise
     return model
+
+
+def _go_on(_done: int, _total: int) -> bool:
+    return True
 
 
 def _stream(stage: native.Stage, file: ModelFile, config: ModelConfig) -> None:

@@ -19,7 +19,9 @@ from ggpipe.options.server import ServerConfig
 
 _WEIGHTS = (settings.ModelSettings, HubSettings, settings.LoadSettings, ModelConfig, settings.LoraSettings)
 _COMPUTING = (ContextConfig, PipelineConfig, settings.RankSettings, DraftConfig, settings.LogSettings)
-_PLANNED = frozenset({"layer_split", "draft.threads_batch", "restart", "check_memory", "tensor_split", "tensor_wire"})
+_PLANNED = frozenset(
+    {"layer_split", "draft.threads_batch", "restart", "check_memory", "send_weights", "tensor_split", "tensor_wire"}
+)
 _OF_HUB = frozenset({"hf_repo", "hf_file", "hf_token", "offline", "draft.hf_repo"})
 _OF_REASONING = frozenset({"reasoning_budget", "reasoning_budget_message"})
 

@@ -1,9 +1,12 @@
 """Control messages between ranks: everything but runs, results and draft tokens. Msgpack after a version byte.
 
-`loading_messages` and `profile_messages` have those of loading and of profiles.
+`loading_messages`, `profile_messages` and `weights_messages` have those of loading, of profiles and of weights.
 
 | where                 | the head sends                | another rank sends                      |
 |-----------------------|-------------------------------|-----------------------------------------|
+| `engine/weights`      | ModelOutline or NotSent       | AskModel                                |
+|                       | ModelBytes or NotSent         | ReadModel                               |
+|                       | AllHaveModels                 | HasModels                               |
 | `planning/auto`       |                               | RankFacts                               |
 |                       | StartProfile (then a profile) |                                         |
 |                       | UseSplit                      |                                         |
@@ -64,8 +67,17 @@ from ggpipe.transport.profile_messages import (
     TogetherMeasured,
     TurnMeasured,
 )
+from ggpipe.transport.weights_messages import (
+    AllHaveModels,
+    AskModel,
+    HasModels,
+    ModelBytes,
+    ModelOutline,
+    NotSent,
+    ReadModel,
+)
 
-VERSION = 15
+VERSION = 16
 """Version of the format. Increment it whenever a message changes."""
 
 
@@ -181,6 +193,7 @@ AnyControlMessage = (
     | MeasureTurn | TurnMeasured | MeasureLink | LinkMeasured | MeasureSums | SumsMeasured
     | MeasureDecodes | DecodesMeasured | EndProfile
     | RankFacts | StartProfile | UseSplit
+    | HasModels | AllHaveModels | AskModel | ModelOutline | ReadModel | ModelBytes | NotSent
     | RankFailed | Abort | Beat
 )  # fmt: skip
 """Every control message there is."""

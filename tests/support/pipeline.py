@@ -17,6 +17,7 @@ from ggpipe.engine.head import Head
 from ggpipe.engine.session import Session
 from ggpipe.engine.worker import Worker
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.partial_model import weights_of
 from ggpipe.llama.stage import Outcome, Stage
 from ggpipe.transport.local import LocalWorld
 from support.commands import HANG_S
@@ -58,6 +59,8 @@ class Pipeline:
                     group = Parts(file, layers, model, context, shares[i], saves_states, threads)
                     self.groups.append(group)
                     self.stages.append(group.stages[0])
+                    for part in group.stages:
+                        check_weights(file, layers, part)
                     continue
                 stage = Stage(
                     file,
@@ -70,6 +73,7 @@ class Pipeline:
                 )
                 self.groups.append(None)
                 self.stages.append(stage)
+                check_weights(file, layers, stage)
             check_cuts([stage.cut for stage in self.stages], file.architecture)
         except BaseException:
             self.close()
@@ -104,6 +108,11 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_weights(file: ModelFile, layers: tuple[int, int], stage: Stage) -> None:
+    """A stage reads no weights but those that a machine gets for it."""
+    assert set(stage._native.weights) <= set(weights_of(file, layers)), file.architecture
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ PLAIN: dict[object, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False),
     str: st.text(),
+    bytes: st.binary(),
     bool: st.booleans(),
     type(None): st.none(),
 }

@@ -75,6 +75,7 @@ def _wants(config: EngineConfig, ranks: Sequence[str], has_model: bool) -> Calla
             needed_bytes=sum(needs.get(rank, 0.0) for rank in own),
             locks_memory="mlock" in config.model.load_mode,
             places_numa=config.model.numa is not None,
+            gets_weights=config.pipeline.send_weights and host != ranks[0],
         )
 
     return wanted

@@ -53,6 +53,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     """See `ModelFile.fingerprint`. Empty if it cannot be opened."""
     problem: str = ""
+    is_missing: bool = False
+    """There is no such file."""
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +125,7 @@ def _model(path: str) -> ModelFacts:
     try:
         return ModelFacts(path=path, fingerprint=ModelFile.open(Path(path)).fingerprint)
     except (GgpipeError, OSError) as e:
-        return ModelFacts(path=path, problem=str(e))
+        return ModelFacts(path=path, problem=str(e), is_missing=not Path(path).exists())
 
 
 def _mpi_library() -> str:

@@ -45,6 +45,8 @@ class Wanted:
     locks_memory: bool = False
     places_numa: bool = False
     """The user has said how to use NUMA nodes."""
+    gets_weights: bool = False
+    """Another machine sends it the weights of models that it does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ def findings(
     # Models
     for model in facts.models:
         source, fingerprint = reference.fingerprints.get(model.path, ("", ""))
-        if model.fingerprint == fingerprint != "":
+        if model.fingerprint == fingerprint != "" or (model.is_missing and wanted.gets_weights):
             continue
         problem = model.problem if not model.fingerprint else f"{model.path} differs from the one on {source}"
         problem, _, advice = problem.partition("; ")
