@@ -217,6 +217,9 @@ class EngineOptions(RequestOptions, total=False):
     tensor_wire: Literal["f32", "f16"]
     """Number format in which the machines of a group exchange their sums. f16 halves the bytes, and rounds. Default:
     'f32'."""
+    send_weights: bool
+    """Machines without a model's file get the weights of their layers from the first machine, and keep them in their
+    cache folder. Default: False."""
     rank_timeout_s: float
     """Stop the job if a rank sends nothing for this many seconds (0 = never). Default: 30.0."""
     launch_timeout_s: float
