@@ -72,7 +72,7 @@ def test_a_worker_leaves_before_it_has_loaded() -> None:
 
 def test_a_missing_model_is_the_heads_error(tmp_path: Path) -> None:
     head = HeadOfOne(tmp_path / "no.gguf")
-    with pytest.raises(ModelError, match="cannot open model file"):
+    with pytest.raises(ModelError, match="copy it there, or add"):
         head.channel.receive()
     head.quit(2)
 

@@ -107,6 +107,13 @@ def test_a_model_that_only_another_machine_has() -> None:
     assert own.cure == f"rsync -L --mkpath node3:{MODEL} node2:{MODEL}"
 
 
+def test_a_model_that_another_machine_sends() -> None:
+    wanted = Wanted(gets_weights=True)
+    assert found(wanted, models=(ModelFacts(path=MODEL, problem="no such file", is_missing=True),)) == []
+    (own,) = found(wanted, models=(ModelFacts(path=MODEL, problem="damaged"),))
+    assert own.is_fatal
+
+
 @pytest.mark.parametrize(
     ("problem", "cure"),
     [
