@@ -69,8 +69,9 @@ def run_rank(
     with _connected(config, report, say, signals) as own:
         transport = own.transport
         if config.pipeline.send_weights and transport.size > 1:
-            config, weights = share_models(transport, own.attend, config, own.say)
-            own.leaving.callback(weights.close)
+            config, sender = share_models(transport, own.attend, config, own.say)
+            if sender is not None:
+                own.leaving.callback(sender.close)
         if settle is not None:
             config = settle(transport, own.attend, config, own.say)
         libllama.on_abort(lambda reason: _end_aborted(config, transport, reason, report))

@@ -55,12 +55,12 @@ _ATTEND_S = 0.1
 
 def share_models(
     transport: Transport, attend: Callable[[], None], config: EngineConfig, say: Callable[[str | Wording], None]
-) -> tuple[EngineConfig, WeightSender | WeightReceiver]:
+) -> tuple[EngineConfig, WeightSender | None]:
     """Give each rank models that it can open. All ranks call this at the same time. On the head, `say` gets a line for
     the user.
 
-    Returns the config with the models' paths on this machine, and where weights come from. Raises on the head the
-    error of any rank, or LaunchError if this MPI library does not support it; RankError on the other ranks.
+    Returns the config with the models' paths on this machine and, on the head, the sender of their weights. Raises on
+    the head the error of any rank, or LaunchError if this MPI library does not support it; RankError on other ranks.
     """
     if not transport.sends_from_any_thread:
         raise LaunchError(
@@ -78,7 +78,7 @@ def share_models(
             own = receiver.with_models(config, config.model_of(transport.rank, transport.size), wait)
             channel.send(HEAD, HasModels(receiver.names))
             channel.receive()
-            return own, receiver
+            return own, None
         with contextlib.ExitStack() as running:
             sender = running.enter_context(contextlib.closing(WeightSender(lane, config)))
             has_models = channel.gather(HasModels, range(1, transport.size))
@@ -87,7 +87,8 @@ def share_models(
     names = sorted({name for answer in has_models.values() for name in answer.received})
     hosts = dict.fromkeys(transport.hosts[rank] for rank, answer in has_models.items() if answer.received)
     if names:
-        say(f"{transport.host} sends weights of {listed(names)} to {listed(list(hosts))}, which keeps them")
+        keep = "keeps" if len(hosts) == 1 else "keep"
+        say(f"{transport.host} sends weights of {listed(names)} to {listed(list(hosts))}, which {keep} them")
     return config, sender
 
 
@@ -137,7 +138,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """What a rank other than the head gets weights with. One thread at a time uses it."""
+    """Asks the head for weights, on another rank. Only one thread at a time may use it."""
 
     def __init__(self, lane: Transport) -> None:
         self._lane = lane
@@ -147,9 +148,6 @@ class WeightReceiver:
     def names(self) -> tuple[str, ...]:
         """File names of the models that the head sends."""
         return tuple(model.paths[0].name for model in self._models.values())
-
-    def close(self) -> None:
-        """Nothing is to be ended."""
 
     def with_models(self, config: EngineConfig, own: int, wait: Callable[[], None]) -> EngineConfig:
         """The config with paths of partial models for those that this machine lacks. `own`: id of this rank's model.

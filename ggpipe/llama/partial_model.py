@@ -24,7 +24,7 @@ from ggpipe.llama.gguf import ModelFile
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _OF_FIRST_STAGE = (EMBEDDINGS, "per_layer_token_embd.weight")
 _OF_LAST_STAGE = "output"  # how their names begin
-_LIST, _LOCK = "weights.json", "lock"
+_LIST, _LOCK = "ggpipe-weights.json", "lock"
 _SPARE_BYTES = 100 << 20  # of the disk
 
 Layers = tuple[int, int] | None

@@ -122,8 +122,8 @@ def test_a_full_disk(whole: ModelFile, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_damaged_list_and_a_folder_that_cannot_be_written(whole: ModelFile, tmp_path: Path) -> None:
     model = begun(whole, tmp_path / "copy")
-    (tmp_path / "copy" / "weights.json").write_bytes(b"{")
-    with pytest.raises(RunError, match=r"weights\.json is damaged: delete "):
+    (tmp_path / "copy" / "ggpipe-weights.json").write_bytes(b"{")
+    with pytest.raises(RunError, match=r"ggpipe-weights\.json is damaged: delete "):
         model.lacking(whole, whole.tensors)
     shutil.rmtree(tmp_path / "copy")
     (tmp_path / "copy").write_bytes(b"")
