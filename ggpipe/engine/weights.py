@@ -96,9 +96,10 @@ class WeightSender:
     """The head's thread that sends what the other ranks ask for."""
 
     def __init__(self, lane: Transport, config: EngineConfig) -> None:
+        """Raises ModelError if the target cannot be read."""
         self._lane = lane
         self._paths = [config.model.path, *(draft.model.path for draft in config.drafts)]
-        self._files: dict[int, ModelFile] = {}
+        self._files = {TARGET: ModelFile.open(config.model.path)}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
         self._thread.start()

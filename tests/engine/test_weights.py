@@ -95,7 +95,7 @@ def test_files_in_parts(tmp_path: Path) -> None:
         (
             ("--send-weights",),
             ("-m", "/nowhere/else.gguf"),
-            "/nowhere/target.gguf does not exist, and rank 0 cannot send it: cannot open model file /nowhere/else.gguf",
+            "ggpipe: error: cannot open model file /nowhere/else.gguf: No such file or directory",
         ),
     ],
 )
