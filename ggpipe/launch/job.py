@@ -97,7 +97,7 @@ def jobs_again(first: Job, attend: Callable[[], None]) -> list[Job]:
         without = replace(settings, config=replace(settings.config, drafts=kept))
         what = listed(left_out) if kept else "the draft model" if len(drafts) == 1 else "the draft models"
         jobs.append(replace(jobs[0], settings=without, line=f"continuing without {what}"))
-    if now.splits is not None and config.may_stream and not pipeline.check_memory:
+    if config.may_stream and not pipeline.check_memory:
         streaming = replace(settings.config, model=replace(config.model, load_mode="stream"))
         line = "continuing with weights that are read from the file when they are needed, which is slow"
         jobs.append(replace(jobs[0], settings=replace(settings, config=streaming), line=line))

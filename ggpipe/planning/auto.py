@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -13,16 +13,16 @@ import msgspec
 from ggpipe._version import __version__
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
-from ggpipe.cluster.profile import Profile
+from ggpipe.cluster.profile import Profile, RankProfile
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.engine import EngineConfig
-from ggpipe.config.layer_split import text_of
+from ggpipe.config.layer_split import LayerSplit, text_of
 from ggpipe.config.model import TARGET
 from ggpipe.core.layout import layer_range
 from ggpipe.engine import wiring
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.process import run_alike
-from ggpipe.errors import IndivisibleModelError, RunError, Setting, Wording
+from ggpipe.errors import IndivisibleModelError, MemoryNeededError, RunError, Setting, Wording
 from ggpipe.launch import sockets
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
@@ -52,6 +52,8 @@ def settle(
     """Plan a split for exactly these ranks. All ranks call this, and get the same config. On the head, `say` gets a
     line for the user.
 
+    A model that does not fit is divided in proportion to the machines' memory if its weights may be streamed.
+
     Raises on the head the error of any rank, or UsageError if the model does not fit; RankError on the other ranks.
     """
     channel: Channel = ControlChannel(transport, attend)
@@ -59,14 +61,21 @@ def settle(
         if transport.rank != HEAD:
             return _with_split(config, _follow(channel, config))
         profile = _measured(channel, config)
-        if transport.size == 1:
-            plan = _plan(config, profile, n_ranks=1, attend=attend)
-            config = _with_threads(config, plan)
-        else:
-            plan = _plan(config, profile, in_order=True, attend=attend)
-        split = _split(plan)
+        try:
+            if transport.size == 1:
+                plan = _plan(config, profile, n_ranks=1, attend=attend)
+                config = _with_threads(config, plan)
+            else:
+                plan = _plan(config, profile, in_order=True, attend=attend)
+            split, line = _split(plan), _chosen(plan)
+        except MemoryNeededError:
+            if not _streams(config):
+                raise
+            split = _by_memory(config, profile.ranks)
+            text = text_of((split.target, split.draft) if config.drafts else (split.target,))
+            line = f"layer split {text}: in proportion to the machines' memory"
         channel.send_to_all(split)
-    say(_chosen(plan))
+    say(line)
     return _with_split(config, split)
 
 
@@ -80,7 +89,12 @@ def ranks_here(config: EngineConfig) -> int:
     if not config.drafts or machine.cores() == 1:
         return 1
     profile = run_alike(config, lambda transport, attend, _: _measured(ControlChannel(transport, attend), config))
-    return len(_plan(config, profile).ranks)
+    try:
+        return len(_plan(config, profile).ranks)
+    except MemoryNeededError:
+        if not _streams(config):
+            raise
+        return 1
 
 
 def _follow(channel: Channel, config: EngineConfig) -> UseSplit:
@@ -194,6 +208,23 @@ def _may_group(config: EngineConfig) -> bool:
     """Whether the settings allow groups, which `EngineConfig` rejects otherwise."""
     context = config.context
     return not (context.exact or context.flash_attn == "off" or config.model.loras)
+
+
+def _streams(config: EngineConfig) -> bool:
+    """Whether a model that does not fit is loaded all the same."""
+    return config.model.streams or (config.may_stream and not config.pipeline.check_memory)
+
+
+def _by_memory(config: EngineConfig, ranks: Sequence[RankProfile]) -> UseSplit:
+    """Each rank's share of the layers is its share of the memory. The draft model has a rank of its own, the last one,
+    only if that leaves no machine without layers."""
+    hosts = [rank.host for rank in ranks]
+    drafts_apart = bool(config.drafts) and hosts[-1] in hosts[:-1]
+    if drafts_apart:
+        ranks, hosts = ranks[:-1], hosts[:-1]
+    memory = [rank.memory_bytes / hosts.count(rank.host) for rank in ranks]
+    target = LayerSplit(tuple(round(own / sum(memory), 3) for own in memory)).filled
+    return UseSplit(target, LayerSplit((1.0,)) if drafts_apart else None)
 
 
 def _split(plan: Plan) -> UseSplit:

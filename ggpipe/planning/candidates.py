@@ -14,7 +14,7 @@ from ggpipe.config.speculation import Mode
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.eagle import HORIZON
 from ggpipe.core.layout import Layout, part_shares
-from ggpipe.errors import Setting, SettingError, UsageError
+from ggpipe.errors import MemoryNeededError, Setting, SettingError, UsageError
 from ggpipe.planning.evaluate import Candidate, drafts_of, placed
 from ggpipe.planning.groups import grouped
 from ggpipe.planning.placements import Arrangement, FurtherDraft, arrangements
@@ -284,14 +284,14 @@ class CandidateSearch:
                 ", or name a split",
             )
         where = ", ".join(f"{self._spec.nodes[node].name} {_gb(self._usable(node))}" for node in nodes)
-        return UsageError(
+        return MemoryNeededError(
             f"{target.name} does not fit: it needs {what} and compute buffers, and the machines have {where}; "
             f"{_gb(left)} are missing: add memory or machines, lower ",
             Setting("n_ctx"),
             " or ",
             Setting("n_ubatch"),
-            ", use a smaller model, or divide the layers yourself: weights that do not fit are then read from the "
-            "file for each token",
+            ", use a smaller model, or start the ranks anyway: weights that do not fit are then read from the file for "
+            "each token",
         )
 
 

@@ -317,7 +317,8 @@ def test_a_job_does_not_stream_against_the_users_will(
 
 
 def test_a_planned_split_is_planned_again(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (job,) = again(hostfile, {"a"}, monkeypatch, None, "d.gguf")
+    job, streaming = again(hostfile, {"a"}, monkeypatch, None, "d.gguf")
+    assert (streaming.settings.config.model.load_mode, streaming.settings.config.pipeline.auto) == ("stream", True)
     assert (job.n_ranks, job.hosts, job.settings.config.pipeline.auto) == (2, ("b", "c"), True)
     assert job.line == "a cannot be reached: the layers are planned again for b and c"
 

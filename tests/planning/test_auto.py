@@ -17,6 +17,7 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
+from ggpipe.errors import MemoryNeededError
 from ggpipe.launch import sockets
 from ggpipe.planning import auto
 
@@ -39,6 +40,41 @@ def test_settings_that_exclude_groups(context: dict[str, object]) -> None:
     config = replace(CONFIG, context=replace(CONFIG.context, **context))  # type: ignore[arg-type]
     split = auto._split(auto._plan(config, measured(("here", "here"), threads=4), in_order=True))
     assert split.target.sizes == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "drafts", "target", "draft"),
+    [
+        ("abc", False, (0.5, 0.25, 0.25), None),
+        ("abb", False, (0.667, 0.167, 0.167), None),
+        ("abb", True, (0.667, 0.333), (1.0,)),
+        ("abc", True, (0.5, 0.25, 0.25), None),
+    ],
+)
+def test_a_model_that_does_not_fit_is_divided_by_memory(
+    hosts: str, drafts: bool, target: tuple[float, ...], draft: tuple[float, ...] | None
+) -> None:
+    config = replace(CONFIG, drafts=(DraftConfig(model=CONFIG.model),) if drafts else ())
+    ranks = [replace(rank, memory_bytes=4 << 30 if rank.host == "a" else 2 << 30) for rank in measured(tuple(hosts)).ranks]
+    split = auto._by_memory(config, ranks)
+    assert split.target.shares == pytest.approx(target, abs=1e-3)
+    assert (None if split.draft is None else split.draft.shares) == draft
+
+
+def test_a_model_that_does_not_fit_is_an_error_if_weights_may_not_be_streamed() -> None:
+    scarce = measured()
+    scarce = replace(scarce, ranks=tuple(replace(rank, memory_bytes=1 << 20) for rank in scarce.ranks))
+    with pytest.raises(MemoryNeededError, match="does not fit"):
+        auto._plan(CONFIG, scarce, in_order=True)
+    assert auto._streams(CONFIG)
+    checked = replace(CONFIG.pipeline, check_memory=True)
+    for refusing in (
+        replace(CONFIG, pipeline=checked),
+        replace(CONFIG, model=replace(CONFIG.model, load_mode="mmap")),
+        replace(CONFIG, context=replace(CONFIG.context, exact=True)),
+    ):
+        assert not auto._streams(refusing)
+    assert auto._streams(replace(CONFIG, pipeline=checked, model=replace(CONFIG.model, load_mode="stream")))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two sockets need two CPUs")
