@@ -55,7 +55,8 @@ def test_a_model_that_does_not_fit_is_divided_by_memory(
     hosts: str, drafts: bool, target: tuple[float, ...], draft: tuple[float, ...] | None
 ) -> None:
     config = replace(CONFIG, drafts=(DraftConfig(model=CONFIG.model),) if drafts else ())
-    ranks = [replace(rank, memory_bytes=4 << 30 if rank.host == "a" else 2 << 30) for rank in measured(tuple(hosts)).ranks]
+    memory = {"a": 4 << 30, "b": 2 << 30, "c": 2 << 30}
+    ranks = [replace(rank, memory_bytes=memory[rank.host]) for rank in measured(tuple(hosts)).ranks]
     split = auto._by_memory(config, ranks)
     assert split.target.shares == pytest.approx(target, abs=1e-3)
     assert (None if split.draft is None else split.draft.shares) == draft

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MIXTURE = {"text": 3, "tell": 2, "copy": 2, "echo": 1}  # windows of a batch of the target's
 # Low frequencies of rotary positions, which compare tokens wherever they are, in half of wide heads: what copying needs
 TARGET = functools.partial(Shape, width=256, layers=8, heads=4, kv_heads=2, wide=768, rope_base=1e6)
-DRAFT = functools.partial(Shape, width=128, layers=2, heads=4, kv_heads=2, wide=384)
+DRAFT = functools.partial(Shape, width=192, layers=3, heads=3, kv_heads=3, wide=320, rope_base=1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +134,7 @@ class Training:
         own, text, held = (distillation.Set.even(lessons) for lessons in outputs.load(self.work))
         torch.manual_seed(self.order.seed)
         model = Model.new(DRAFT(vocabulary=self.tokenizer.get_vocab_size()))
+        induction.install(model)
         loss, validate = distillation.losses(model, own, text, held, self.order.seed)
         plan = Plan(name="draft", steps=steps, rate=3e-3, patience=600, seed=self.order.seed)
         fit(plan, model.weights, loss, validate, self.work.path("draft.pt"), self.stop)
