@@ -45,7 +45,7 @@ from ggpipe.transport.weights_messages import (
 M = TypeVar("M", bound=ControlMessage)
 
 _CHUNK_BYTES = 4 << 20
-_CHUNKS_ASKED = 4  # at a time, so that neither the disk nor the network waits for a question
+_CHUNKS_ASKED = 4  # at a time, so that neither the disk nor the network waits for requests
 _BATCH_BYTES = 1 << 30
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of the weights, for the digest
 _POLL_S = 0.5e-3

@@ -1,7 +1,7 @@
-"""A copy of a model that has its headers, and weights of some layers only. What it lacks are holes in its files.
+"""A copy of a model with all its headers and the weights of some layers. The other weights are holes in its files.
 
-For a machine that gets its weights from another one: it needs disk space for its own layers only. A list beside the
-files says which weights they have, so holes are never taken for weights.
+A machine that gets its weights from another one needs disk space for its own layers only. A list in the same folder
+names the weights that the files have, so holes are never taken for weights.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class AskModel(ControlMessage, frozen=True):
 
 
 class ModelOutline(ControlMessage, frozen=True):
-    """What a model's files are."""
+    """The files of a model."""
 
     digest: str
     """Of the headers and of some weights."""
