@@ -92,7 +92,8 @@ class Worker:
 
     def _open(self) -> ModelFile:
         path = self._config.part_of(self._model).model.path
-        if not path.exists() and not self._config.pipeline.send_weights:
+        is_apart = self._process_rank != HEAD
+        if is_apart and not path.exists() and not self._config.pipeline.send_weights:
             raise ModelError(f"there is no {path} on this machine: copy it there, or add ", Setting("send_weights"))
         return open_draft(path, self._config.model.path)
 

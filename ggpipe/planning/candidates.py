@@ -284,7 +284,9 @@ class CandidateSearch:
                 ", or name a split",
             )
         where = ", ".join(f"{self._spec.nodes[node].name} {_gb(self._usable(node))}" for node in nodes)
-        return MemoryNeededError(
+        total = sum(map(self._usable, nodes))
+        kind = MemoryNeededError if whole.kv + draft_bytes < total else UsageError  # weights can be streamed
+        return kind(
             f"{target.name} does not fit: it needs {what} and compute buffers, and the machines have {where}; "
             f"{_gb(left)} are missing: add memory or machines, lower ",
             Setting("n_ctx"),
