@@ -64,7 +64,7 @@ def test_a_model_that_does_not_fit_is_divided_by_memory(
 
 def test_a_model_that_does_not_fit_is_an_error_if_weights_may_not_be_streamed() -> None:
     scarce = measured()
-    scarce = replace(scarce, ranks=tuple(replace(rank, memory_bytes=1 << 20) for rank in scarce.ranks))
+    scarce = replace(scarce, ranks=tuple(replace(rank, memory_bytes=4 << 20) for rank in scarce.ranks))
     with pytest.raises(MemoryNeededError, match="does not fit"):
         auto._plan(CONFIG, scarce, in_order=True)
     assert auto._streams(CONFIG)
