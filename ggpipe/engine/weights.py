@@ -48,8 +48,8 @@ _CHUNK_BYTES = 4 << 20
 _CHUNKS_ASKED = 4  # at a time, so that neither the disk nor the network waits for requests
 _BATCH_BYTES = 1 << 30
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of the weights, for the digest
-_POLL_S = 0.5e-3
-_QUIET_POLL_S, _QUIET_AFTER_S = 50e-3, 1.0
+_POLL_S, _MOST_POLL_S = 0.5e-3, 0.5
+_QUIET_SHARE = 1 / 20  # of the time since the last request, until the next poll
 _ATTEND_S = 0.1
 
 
@@ -113,8 +113,8 @@ class WeightSender:
         asked_s = time.monotonic()
         while not self._stopping.is_set():
             if (message := _poll(self._lane)) is None:
-                is_quiet = time.monotonic() > asked_s + _QUIET_AFTER_S
-                self._stopping.wait(_QUIET_POLL_S if is_quiet else _POLL_S)
+                quiet_s = time.monotonic() - asked_s
+                self._stopping.wait(min(max(quiet_s * _QUIET_SHARE, _POLL_S), _MOST_POLL_S))
                 continue
             asked_s = time.monotonic()
             _send(self._lane, message.source, self._answer(message))

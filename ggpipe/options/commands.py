@@ -142,6 +142,7 @@ COMMANDS: tuple[Command, ...] = (
         ),
         leave_out=frozenset(
             {
+                "send_weights",
                 "threads_batch",
                 "flash_attn",
                 "fast_kernels",

@@ -284,16 +284,16 @@ class CandidateSearch:
                 ", or name a split",
             )
         where = ", ".join(f"{self._spec.nodes[node].name} {_gb(self._usable(node))}" for node in nodes)
-        total = sum(map(self._usable, nodes))
-        kind = MemoryNeededError if whole.kv + draft_bytes < total else UsageError  # weights can be streamed
-        return kind(
+        streams = whole.kv + draft_bytes < sum(map(self._usable, nodes))
+        anyway = ", or start the ranks anyway: weights that do not fit are then read from the file for each token"
+        return (MemoryNeededError if streams else UsageError)(
             f"{target.name} does not fit: it needs {what} and compute buffers, and the machines have {where}; "
             f"{_gb(left)} are missing: add memory or machines, lower ",
             Setting("n_ctx"),
             " or ",
             Setting("n_ubatch"),
-            ", use a smaller model, or start the ranks anyway: weights that do not fit are then read from the file for "
-            "each token",
+            ", or use a smaller model",
+            anyway if streams else "",
         )
 
 
