@@ -15,7 +15,8 @@ checkpoints in OUT_DIR/work, which are written every two minutes.
    Drafts distilled on TEXT alone agree with the target about half as often.
 5. second-draft (2.1 M): begins as the first one, and learns with misses of the first weighing most (SpecInfer's
    boost-tuning): the two together name the target's token more often than either.
-6. head (EAGLE-3, 1.3 M and the target's embeddings and output): learns from the inputs of layers 2, 4 and 6.
+6. head (EAGLE-3, 1.3 M and the target's embeddings and output): reads the inputs of layers 2, 4 and 6, begins with
+   attention that copies, and is distilled as the draft is.
 7. report: agreement of drafts and head along greedy outputs after prompts/, and the loss by position.
 
 With --target FILE (and --draft FILE) the later stages are made for finished models of this script, for example
@@ -36,7 +37,7 @@ from pathlib import Path
 
 from scripts.models.demo_pair.workspace import STAGES, InputError, Stop, StoppedError, Workspace
 
-STEPS = (("target", 4000), ("draft", 2600), ("second-draft", 1200), ("head", 500))
+STEPS = (("target", 4000), ("draft", 2600), ("second-draft", 1200), ("head", 1000))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -55,15 +55,23 @@ def hits(draft: Model, lessons: Lessons) -> NDArray[np.bool_]:
 
 
 def distillation_loss(draft: Model, lessons: Lessons, weights: NDArray[np.float32]) -> Tensor:
-    """Weighted mean over the tokens of the cross-entropy with the target's candidates and with its best one."""
-    scores = logits(draft, torch.from_numpy(lessons.windows.astype(np.int64))).log_softmax(-1)
-    ids = torch.from_numpy(lessons.candidates.astype(np.int64))
-    wanted = torch.from_numpy(lessons.scores.astype(np.float32)).exp()
-    proposed = scores.gather(-1, ids)
-    soft = -(wanted * proposed).sum(-1)
-    each = HARD_SHARE * -proposed[..., 0] + (1 - HARD_SHARE) * soft
+    """Weighted mean of `token_losses` after each token of the lessons."""
+    scores = logits(draft, torch.from_numpy(lessons.windows.astype(np.int64)))
+    each = token_losses(scores, *targets_of(lessons))
     scale = torch.from_numpy(weights)
     return (each * scale).sum() / scale.sum()
+
+
+def token_losses(scores: Tensor, candidates: Tensor, wanted: Tensor) -> Tensor:
+    """For each token, the cross-entropy of its logits with the target's candidates, (…, CANDIDATES), and best one."""
+    proposed = scores.log_softmax(-1).gather(-1, candidates)
+    return HARD_SHARE * -proposed[..., 0] - (1 - HARD_SHARE) * (wanted * proposed).sum(-1)
+
+
+def targets_of(lessons: Lessons) -> tuple[Tensor, Tensor]:
+    """Ids and probabilities of the target's candidates: (n, window, CANDIDATES)."""
+    ids = torch.from_numpy(lessons.candidates.astype(np.int64))
+    return ids, torch.from_numpy(lessons.scores.astype(np.float32)).exp()
 
 
 def losses(
@@ -99,6 +107,4 @@ def second_draft(first: Model) -> Model:
 
 
 def _pick(part: Set, rows: list[int]) -> Set:
-    lessons = part.lessons
-    picked = Lessons(lessons.windows[rows], lessons.candidates[rows], lessons.scores[rows])
-    return Set(picked, part.weights[rows])
+    return Set(part.lessons.rows(rows), part.weights[rows])

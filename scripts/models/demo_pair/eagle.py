@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from scripts.models.demo_pair import induction
+from scripts.models.demo_pair.distillation import targets_of, token_losses
 from scripts.models.demo_pair.llama import NORM_EPSILON, Model, Shape, rotate, rotation, states
 from scripts.models.demo_pair.outputs import Lessons
 
@@ -39,7 +41,8 @@ class Head:
 
     @classmethod
     def new(cls, target: Model) -> Head:
-        """A head that begins with the target's last norm and output layer, and with the deepest of the states."""
+        """A head that begins with the target's last norm and output layer, with the deepest of the states, and with
+        attention that copies."""
         layers, width = target.shape.layers, target.shape.width
         shape = replace(target.shape, layers=1)
         taps = (layers // 4, layers // 2, layers * 3 // 4)
@@ -53,6 +56,7 @@ class Head:
             weights[f"blk.0.{name}.weight"] = torch.ones(width)
         for name in ("output_norm.weight", "output.weight"):
             weights[name] = target.weights[name].clone()
+        induction.install_in_head(shape, weights, target.weights["token_embd.weight"])
         return cls(shape, taps, {name: tensor.requires_grad_() for name, tensor in weights.items()})
 
     def drafts(self, target: Model, tokens: Tensor) -> list[Tensor]:
@@ -103,29 +107,28 @@ class Head:
         return found
 
     def losses(
-        self, target: Model, own: Lessons, held: Lessons, seed: int
+        self, target: Model, own: Lessons, text: Lessons, held: Lessons, seed: int
     ) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
-        """A step's loss on the target's own text, and the validation loss on text that was held back."""
-        rows = max(2, BATCH_TOKENS // own.windows.shape[1])
+        """A step's loss, on 3/4 the target's own text and 1/4 TEXT, and the validation loss, on `held`."""
+        rows = max(4, BATCH_TOKENS // own.windows.shape[1])
 
-        def mean(windows: Tensor, best: Tensor) -> Tensor:
-            drafted = self.drafts(target, windows)
-            n = windows.shape[1] - DEPTHS
-            each = [
-                weight * F.cross_entropy(scores.flatten(0, 1), best[:, 1 + depth : 1 + depth + n].flatten())
-                for depth, (weight, scores) in enumerate(zip(DEPTH_WEIGHTS, drafted, strict=True))
-            ]
+        def mean(lessons: Lessons) -> Tensor:
+            drafted = self.drafts(target, torch.from_numpy(lessons.windows.astype("int64")))
+            candidates, wanted = targets_of(lessons)
+            n = lessons.windows.shape[1] - DEPTHS
+            each = []
+            for depth, scores in enumerate(drafted):
+                there = slice(1 + depth, 1 + depth + n)
+                each.append(DEPTH_WEIGHTS[depth] * token_losses(scores, candidates[:, there], wanted[:, there]).mean())
             return torch.stack(each).sum() / sum(DEPTH_WEIGHTS)
-
-        def tensors(lessons: Lessons, rows: list[int]) -> tuple[Tensor, Tensor]:
-            windows, best = lessons.windows[rows], lessons.candidates[rows, :, 0]
-            return torch.from_numpy(windows.astype("int64")), torch.from_numpy(best.astype("int64"))
 
         def loss(step: int) -> Tensor:
             dice = random.Random(f"head {seed} {step}")
-            return mean(*tensors(own, [dice.randrange(len(own.windows)) for _ in range(rows)]))
+            drawn = [(own, rows - rows // 4), (text, rows // 4)]
+            picks = [(part, [dice.randrange(len(part.windows)) for _ in range(number)]) for part, number in drawn]
+            return mean(Lessons.join([part.rows(some) for part, some in picks]))
 
         def validate() -> float:
-            return float(mean(*tensors(held, list(range(min(16, len(held.windows)))))))
+            return float(mean(held.rows(range(min(16, len(held.windows))))))
 
         return loss, validate

@@ -28,6 +28,7 @@ NEAREST = 0.05  # radians a token: frequencies that tell the last token from the
 # scores of attention: by how much the wanted key leads its neighbours, or unrelated tokens
 POSITION_LEAD, MATCH_LEAD = 12.0, 20.0
 FOUND, OUTPUT = 3.0, 2.0  # how strongly the token that was found is written, and read by the output layer
+FOUND_IN_HEAD = 6.0  # the deepest of the states that it is added to is wider than embeddings
 
 
 def install(model: Model) -> None:
@@ -46,22 +47,42 @@ def install(model: Model) -> None:
         embeddings *= SPREAD / embeddings.std()
         embeddings[:, :CONSTANTS] = CONSTANT
         embeddings[:, before] = embeddings[:, found] = 0
-        _look_back(shape, _Head(model, 0), CONSTANT / size)
-        _Head(model, 0).carry(code, before, size)
+        _look_back(shape, _Head(shape, weights, 0), CONSTANT / size)
+        _Head(shape, weights, 0).carry(code, before, size)
         scale = math.sqrt(MATCH_LEAD * math.sqrt(shape.head_width) / CODE) * size / SPREAD
-        _Head(model, 2).match(code, before, scale)
-        _Head(model, 2).carry(code, found, FOUND * size)
+        _Head(shape, weights, 2).match(code, before, scale)
+        _Head(shape, weights, 2).carry(code, found, FOUND * size)
         weights["output.weight"][:, found] = OUTPUT * embeddings[:, code]
+
+
+def install_in_head(shape: Shape, weights: dict[str, Tensor], embeddings: Tensor) -> None:
+    """Make the first head of an EAGLE-3 head copy, for a target that began with `install` and has these embeddings.
+
+    Its keys have a token's embedding and the target's states of the token before that one: so it looks for its last
+    token in the states, and writes the token embedded there where the target's output layer reads what was found.
+    """
+    code = slice(CONSTANTS, CONSTANTS + CODE)
+    in_state = slice(shape.width + CONSTANTS, shape.width + CONSTANTS + CODE)
+    found = slice(shape.width - 2 * CODE, shape.width - CODE)
+    size = float(embeddings.pow(2).mean().sqrt())
+    with torch.no_grad():
+        merged = weights["fc.weight"]
+        merged[code] = 0
+        merged[code, code] = torch.eye(CODE)  # of the first of the states, which has the code at its purest
+        head = _Head(shape, weights, 0)
+        # a state is about twice as wide as an embedding
+        head.match(code, in_state, math.sqrt(2 * MATCH_LEAD * math.sqrt(shape.head_width) / CODE))
+        head.carry(code, found, FOUND_IN_HEAD * size)
 
 
 class _Head:
     """The first head of a layer: views of its weights. Each method clears those that it sets."""
 
-    def __init__(self, model: Model, layer: int) -> None:
-        width = model.shape.head_width
+    def __init__(self, shape: Shape, named: dict[str, Tensor], layer: int) -> None:
+        width = shape.head_width
         names = ("attn_q", "attn_k", "attn_v")
-        self.query, self.key, self.value = (model.weights[f"blk.{layer}.{name}.weight"][:width] for name in names)
-        self.output = model.weights[f"blk.{layer}.attn_output.weight"][:, :width]
+        self.query, self.key, self.value = (named[f"blk.{layer}.{name}.weight"][:width] for name in names)
+        self.output = named[f"blk.{layer}.attn_output.weight"][:, :width]
 
     def match(self, query: slice, key: slice, scale: float) -> None:
         """Compare numbers of two tokens by the lowest frequencies, whatever lies between them."""

@@ -53,6 +53,11 @@ class Lessons:
             np.concatenate([part.scores for part in parts]),
         )
 
+    def rows(self, rows: Sequence[int]) -> Lessons:
+        """Some of the windows, and what goes with them."""
+        picked = list(rows)
+        return Lessons(self.windows[picked], self.candidates[picked], self.scores[picked])
+
 
 def prompts_for(stream: NDArray[np.int64], tasks: Tasks | None, encode: Encode) -> Prompt:
     """Beginnings to write from: a few tokens of the text, or (one time in three, with tasks) a request."""

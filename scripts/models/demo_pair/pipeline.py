@@ -160,10 +160,9 @@ class Training:
         if not self.work.begin("head", {**self._lessons(), "steps": steps}):
             return
         target = files.read_model(self._target_path())[0]
-        own, _, held = outputs.load(self.work)
         torch.manual_seed(self.order.seed)
         head = eagle.Head.new(target)
-        loss, validate = head.losses(target, own, held, self.order.seed)
+        loss, validate = head.losses(target, *outputs.load(self.work), self.order.seed)
         plan = Plan(name="head", steps=steps, rate=1.5e-3, patience=400, seed=self.order.seed)
         fit(plan, head.weights, loss, validate, self.work.path("head.pt"), self.stop)
         files.write_head(head, target, self.tokenizer, self._path("eagle3"))
