@@ -103,6 +103,7 @@ void write_pieces(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size
     g.in_place = at == 0 && (experts || n == ggml_nbytes(t)) && ((uintptr_t(p) | step_there) & 31) == 0 &&
                  g.source && uintptr_t(p) - g.source->first < g.source->second;
     if (g.in_place && g.stage.streamed && g.stage.streamed->add(t, t->name, {n, uintptr_t(p) - g.source->first, times, step_there})) return;
+    if (g.stage.streamed) g.stage.streamed->stays(n * times);
     if (g.in_place) {
         t->data = (void *) p;
         if (experts) t->nb[2] = step_there, t->nb[3] = step_there * times;

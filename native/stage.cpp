@@ -33,6 +33,7 @@ ggml_status Stage::place_weight(ggml_tensor * tensor, Role role, bool host) {
         return GGML_STATUS_SUCCESS;
     }
     if (host ? first : role == Role::Local) {
+        if (streamed) streamed->stays(ggml_nbytes(tensor));
         const auto place = file.find(tensor->name);
         if (!use_in_place || place == file.end()) return GGML_STATUS_SUCCESS;  // the loader reads it into memory of its own
         tensor->data = (void *) place->second.first;

@@ -125,8 +125,13 @@ size_t StreamedWeights::begin() {
         largest = std::max(largest, bytes);
     }
     cache_ = largest;  // a run of many rows may need all of a tensor
+    const size_t whole = memory_;
+    memory_ = whole > stays_ ? whole - stays_ : 0;
     const size_t needed = choose_kept(ordered, n_expert_bytes);
-    if (needed > memory_) return needed;
+    if (needed > memory_) {
+        memory_ = whole;
+        return needed + stays_;
+    }
     for (const auto & [address, size] : reserved_) {
         if (is_whole_) madvise(address, size, MADV_HUGEPAGE);  // experts too, since none of them is evicted
     }

@@ -50,6 +50,9 @@ class StreamedWeights {
     };
     bool add(ggml_tensor * part, const std::string & name, const Pieces & pieces);
 
+    // Another weight stays in memory, and takes this much of it.
+    void stays(size_t bytes) { stays_ += bytes; }
+
     // After loading: choose the weights that stay in memory, and begin to read them. Returns the minimum memory in bytes; nothing is
     // read if there is less.
     size_t begin();
@@ -136,6 +139,7 @@ class StreamedWeights {
     std::map<std::string, Place> places_;
     std::map<std::string, ggml_op> ops_;
     std::vector<std::pair<void *, size_t>> reserved_;
+    size_t stays_ = 0;  // bytes of weights that are not streamed
     size_t memory_, window_ = 0, cache_ = 0;  // bytes: for all weights, for matrices that are prefetched, for experts
     bool is_whole_ = false;
     size_t bytes_to_load_ = 0, bytes_streamed_ = 0;

@@ -27,7 +27,7 @@ OnProgress = Callable[[int, int], bool]
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14; mmap does not name it
 _STEP = 16 << 20
-_READERS = 4  # a disk is fastest with several requests at a time
+READERS = 4  # a disk is fastest with several requests at a time
 _STREAM_SHARE = 0.8  # of the memory that is available: KV cells and compute buffers come later
 
 
@@ -204,7 +204,7 @@ def _stream(stage: native.Stage, file: ModelFile, config: ModelConfig) -> None:
     asked = config.stream_memory_gb
     memory = int(asked * 1e9 if asked is not None else available_bytes() * _STREAM_SHARE)
     places = {name: (tensor.file, tensor.offset, tensor.size) for name, tensor in file.tensors.items()}
-    stage.stream(paths=[str(path) for path in file.paths], places=places, memory=memory, n_readers=_READERS)
+    stage.stream(paths=[str(path) for path in file.paths], places=places, memory=memory, n_readers=READERS)
 
 
 def _load_next(stage: native.Stage) -> int | None:
