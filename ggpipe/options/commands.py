@@ -231,8 +231,8 @@ COMMANDS: tuple[Command, ...] = (
         help="""Watch a bundled model write a tale: two ranks hold its layers, a third runs the draft model.
 
         Its beginning is then written again without the draft model and with it, in turn, to compare the speeds. The
-        first demo inflates the bundled models with zeros, to the cost of large ones: 447 MB in the cache folder, of
-        which 33 MB take up disk space. `ggpipe demo -n 400 -s 7 --temp 0.8` writes a longer, different tale.
+        first demo inflates the bundled models with zeros, to the cost of large ones: 454 MB in the cache folder, of
+        which 37 MB take up disk space. `ggpipe demo -n 400 -s 7 --temp 0.8` writes a longer, different tale.
         """,
         records=(
             settings.LoadSettings,

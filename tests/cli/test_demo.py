@@ -46,7 +46,7 @@ def test_the_inflated_models_write_the_same_text(text: str, tmp_path: Path) -> N
     first = ggpipe("demo", "-n", N, XDG_CACHE_HOME=str(tmp_path))
     assert (first.returncode, first.stdout) == (0, text), first.stderr
     assert first.stderr.startswith(
-        "ggpipe: Inflating the bundled models (once) (447 MB)\nA tale by the bundled models, inf"
+        "ggpipe: Inflating the bundled models (once) (454 MB)\nA tale by the bundled models, inf"
     )
     assert re.search(SPEEDS, first.stderr)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "ggpipe" / "models").iterdir()}
@@ -129,7 +129,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
     plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", drawn).replace("\r", "")
     first = (
         "Inflating the bundled models (once) ━",
-        "447.0/447.0 MB",
+        "453.9/453.9 MB",
         "A tale by the bundled models, inflated with zeros",
         "Green: draft tokens that the target model accepted.",
         "In olden times",

@@ -155,7 +155,7 @@ def test_other_commands_on_a_full_disk(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_full_context_is_said_on_stderr() -> None:
-    arguments = ("-m", TARGET, "-p", "Once", "-c", 256, "-t", 1, "--temp", 0, "--ignore-eos")
+    arguments = ("-m", TARGET, "-f", ROOT / "prompts/tale.txt", "-c", 256, "-t", 1, "--temp", 0, "--ignore-eos")
     done = in_process.ggpipe("generate", *arguments)
     assert done.returncode == 0, done.stderr
     assert "the context of 256 tokens is full: raise -c/--ctx-size for longer outputs\n" in done.stderr

@@ -70,7 +70,7 @@ def test_the_draft_reads_a_stand_in(chat: Path, n_draft_ranks: int) -> None:
 def test_record(chat: Path, tmp_path: Path) -> None:
     path = tmp_path / "recording.json"
     result = in_process.ggpipe(
-        "record", "-m", chat, "-md", DRAFT, "-p", PROMPT, "-n", 60, "-s", 5, "--ignore-eos", "-o", path
+        "record", "-m", chat, "-md", DRAFT, "-p", PROMPT, "-n", 60, "-s", 2, "--ignore-eos", "-o", path
     )
     assert result.returncode == 0, result.stderr
     (take,) = read(path).prompts

@@ -110,7 +110,7 @@ def test_one_file(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_said_in_one_line(bare: Path, tmp_path: Path) -> None:
     draft = TARGET.with_name("tales-draft.gguf")
-    wrong = "no token embeddings of its own, and those of the model have 128 numbers per token instead of 256"
+    wrong = "no token embeddings of its own, and those of the model have 192 numbers per token instead of 256"
     head_sessions.check_refused(wrong, heads=(bare,), target=draft)
     words = make("llama", tmp_path / "words.gguf")
     head_sessions.check_refused("does not fit `model`", heads=(bare,), target=words)

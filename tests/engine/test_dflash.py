@@ -71,7 +71,7 @@ def test_a_head_of_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_does_not_fit_is_said_in_one_line(head: Path, tmp_path: Path) -> None:
-    head_sessions.check_refused("head for models of width 256, and this one's is 128", heads=(head,), target=DRAFT)
+    head_sessions.check_refused("head for models of width 256, and this one's is 192", heads=(head,), target=DRAFT)
     gemma = make("gemma2", tmp_path / "g.gguf")
     head_sessions.check_refused("does not hand out the hidden states of 'gemma2' models", heads=(head,), target=gemma)
     head_sessions.check_refused(r"several draft heads \(.*\): give one", heads=(BUNDLED_HEAD, head))

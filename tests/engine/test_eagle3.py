@@ -45,7 +45,7 @@ def test_drafts_are_llama_cpps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_is_said_in_one_line(tmp_path: Path) -> None:
     heads = (BUNDLED_HEAD,)
-    head_sessions.check_refused("head for models of width 256, and this one's is 128", heads=heads, target=DRAFT)
+    head_sessions.check_refused("head for models of width 256, and this one's is 192", heads=heads, target=DRAFT)
     gemma = make("gemma2", tmp_path / "g.gguf")
     head_sessions.check_refused("does not hand out the hidden states of 'gemma2' models", heads=heads, target=gemma)
     head_sessions.check_refused(r"several draft heads \(.*\): give one", heads=(BUNDLED_HEAD, BUNDLED_HEAD))

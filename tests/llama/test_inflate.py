@@ -22,7 +22,8 @@ from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.inflate import Inflation, Mixture
 
-SOURCE = BUNDLED_PAIR.draft  # 2 layers, 128 wide
+SOURCE = BUNDLED_PAIR.draft
+LAYERS = 3  # it has
 SIZES = [(1, 1), (4, 1), (1, 3), (4, 2), (16, 1)]
 
 
@@ -115,7 +116,7 @@ def test_headers(size: tuple[int, int], inflated: dict[tuple[int, int], Path]) -
         "llama.feed_forward_length": widen,
         "llama.attention.layer_norm_rms_epsilon": 1 / widen,
     }
-    head_widths = {"llama.attention.key_length": 32, "llama.attention.value_length": 32}
+    head_widths = {"llama.attention.key_length": 64, "llama.attention.value_length": 64}
     assert new.metadata.keys() == old.metadata.keys() | head_widths.keys()
     assert head_widths.items() <= new.metadata.items()
     for key, value in old.metadata.items():
@@ -126,12 +127,12 @@ def test_headers(size: tuple[int, int], inflated: dict[tuple[int, int], Path]) -
             assert new.metadata[key] == value
     assert new.array_lengths == old.array_lengths
     kinds = {name: tensor.type for name, tensor in new.tensors.items()}
-    assert len(kinds) == 3 + 9 * 2 * deepen
+    assert len(kinds) == 3 + 9 * LAYERS * deepen
     assert kinds["token_embd.weight"] == "q8_0"
     assert new.tensors["output.weight"].size == old.tensors["output.weight"].size * widen
     for part, grows in (("ffn_up", widen**2), ("attn_q", widen), ("attn_output", widen)):
-        last = f"blk.{2 * deepen - 1}.{part}.weight"
-        assert new.tensors[last].size == old.tensors[f"blk.1.{part}.weight"].size * grows
+        last = f"blk.{LAYERS * deepen - 1}.{part}.weight"
+        assert new.tensors[last].size == old.tensors[f"blk.{LAYERS - 1}.{part}.weight"].size * grows
 
 
 def test_tokens_are_taken_over(inflated: dict[tuple[int, int], Path]) -> None:
@@ -157,7 +158,7 @@ def test_zeros_are_holes(tmp_path: Path) -> None:
 def test_progress(tmp_path: Path) -> None:
     inflation, done = Inflation(SOURCE, 4, 2), list[int]()
     inflation.write(tmp_path / "model.gguf", done.append)
-    assert len(done) == 3 + 9 * 4
+    assert len(done) == 3 + 9 * LAYERS * 2
     assert sum(done) == inflation.n_bytes == ModelFile.open(tmp_path / "model.gguf").n_bytes
 
 
@@ -169,7 +170,8 @@ def test_other_models_are_refused(name: str, why: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_layer", "why"), [(1, r"a plain Llama model has no tensor blk\.1\.attn_k"), (3, r"no tensor blk\.2\.attn_norm")]
+    ("n_layer", "why"),
+    [(1, r"a plain Llama model has no tensor blk\.1\.attn_k"), (LAYERS + 1, r"no tensor blk\.3\.attn_norm")],
 )
 def test_tensors_that_are_not_known(n_layer: int, why: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"

@@ -61,7 +61,8 @@ def theirs() -> Iterator[llama_cpp.Llama]:
 
 def test_what_it_says_of_itself(tales: Vocab, theirs: llama_cpp.Llama) -> None:
     assert tales.n_tokens == theirs.n_vocab() == 2048
-    assert tales.end_tokens == (theirs.token_eos(),) == (0,)
+    assert theirs.token_eos() == 0
+    assert tales.end_tokens == (0, 2)  # of the text, and of a turn
     assert tales.suppressed_tokens == ()
 
 
@@ -126,7 +127,7 @@ def test_a_text_in_pieces_has_the_same_tokens(
 
 def test_literal_pieces_hold_no_special_token(tales: Vocab) -> None:
     end = "<|endoftext|>"
-    assert tales.special_texts == (end,)
+    assert set(tales.special_texts) == {end, "<|im_start|>", "<|im_end|>"}
     tokens = tales.tokenize_pieces([("a" + end, False), (f"b{end}", True), (" c" + end, False)])
     assert [i for i, token in enumerate(tokens) if token == 0] == [0, 2, len(tokens) - 1]  # the first is BOS
     assert b"".join(map(tales.piece, tokens)).decode() == f"ab{end} c"

@@ -38,7 +38,7 @@ _SETTLE_S = 0.1  # for the drafter to finish
 _LOOK_S = 0.1  # for a look at how busy the machine is while the ranks are idle
 _INFLATED = (
     "A tale by the bundled models, inflated with zeros: they write like small models, and compute like large ones "
-    "(413 and 7 million parameters)."
+    "(413 and 14 million parameters)."
 )
 _TINY = "A tale by the bundled models. They are so small that messages between ranks take longer than computing."
 _LEGEND = "Green: draft tokens that the target model accepted."
