@@ -214,6 +214,14 @@ def prompt_of(session: Session, i: int, texts: bool, quoted: tuple[int, ...]) ->
     return tuple(300 + 7 * (k + 11 * i) % 700 for k in range(N_PROMPT)), ""
 
 
+def target_config(target: Path, streamed: float | None, n_target: int) -> ModelConfig:
+    """The target: in memory, or streamed, where each rank keeps this share of its weights."""
+    if streamed is None:
+        return ModelConfig(path=target)
+    kept_gb = streamed * target.stat().st_size / n_target / 1e9
+    return ModelConfig(path=target, load_mode="stream", stream_memory_gb=kept_gb)
+
+
 def job(args: argparse.Namespace) -> int:
     """One rank's part. The head prints all numbers as JSON."""
     (target, draft), n_target, agreement = args.job, args.targets, args.agreement
@@ -223,7 +231,7 @@ def job(args: argparse.Namespace) -> int:
     elif rank < n_target:  # the draft runs on any core
         pin_rank(rank)
     config = EngineConfig(
-        ModelConfig(path=target),
+        target_config(target, args.streamed, n_target),
         ContextConfig(n_ctx=N_CTX),
         PipelineConfig(LayerSplit((1 / n_target,) * n_target), (1,)),
         (
@@ -276,12 +284,15 @@ def bench(
     quotes: bool = False,
     runs_shown: bool = False,
     sampling: str = "greedy",
+    streamed: float | None = None,
 ) -> None:
     """One pair of models, all settings. With an `agreement`, stages only sleep; with `texts`, prompts are real text,
-    with `quotes`, text that is in the prompt already. With `runs_shown`, a second table has runs by their rows."""
+    with `quotes`, text that is in the prompt already. With `runs_shown`, a second table has runs by their rows. With
+    `streamed`, target ranks keep that share of their weights and read the rest for each run."""
     command: list[object] = [*SCRIPT, *names, "--job", target, draft, "--rounds", rounds, "-n", n_predict]
     command += ["--targets", n_target, *([] if agreement is None else ["--agreement", agreement])]
     command += ["--texts"] * texts + ["--quotes"] * quotes + ["--sampling", sampling]
+    command += [] if streamed is None else ["--streamed", streamed]
     results = [r for r in run_ranks(n_target + 1, command) if r["round"] > 0]  # the first round warms up
     of = {(r["name"], r["round"]): r for r in results}
     shown = list(settings_named(names))
@@ -340,6 +351,12 @@ def main() -> int:
     parser.add_argument("--draft-as", metavar="TYPE", help="draft with the bundled target, quantized to this type")
     parser.add_argument("--never-right", action="store_true", help="make the draft of the inflated pairs always wrong")
     parser.add_argument("--guest", action="store_true", help="beside a process at nice 15 that computes all the time")
+    parser.add_argument(
+        "--streamed",
+        type=float,
+        metavar="SHARE",
+        help="of the inflated pairs' weights in memory; others are streamed",
+    )
     parser.add_argument("--runs", action="store_true", help="also show runs by their rows")
     parser.add_argument("--asleep", action="store_true", help="only the stages that sleep")
     parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)
@@ -365,14 +382,22 @@ def main() -> int:
     def bench_inflated(pair: ModelPair, title: str, quotes: bool = False) -> None:
         title += f", {args.sampling}" + f", draft: target in {args.draft_as}" * bool(args.draft_as)
         title += ", never right" * args.never_right + ", beside a process at nice 15" * args.guest
+        title += "" if args.streamed is None else f", {args.streamed:.0%} of the weights in memory"
         with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder, busy_guest(args.guest):
             draft = pair.draft
             if args.draft_as:
                 draft = quantize(BUNDLED_PAIR.target, Path(folder) / "target.gguf", args.draft_as)
             if args.never_right:
                 draft = never_right(draft, Path(folder) / "draft.gguf")
-            files, what = (pair.target, draft), {"texts": not quotes, "quotes": quotes, "runs_shown": args.runs}
-            bench(title, *files, args.rounds, args.n, args.settings, **what, sampling=args.sampling)
+            target = pair.target
+            if args.streamed is not None:  # from a file without holes, or hardly anything would be read
+                target = Path(folder) / "solid.gguf"
+                subprocess.run(("cp", "--sparse=never", pair.target, target), check=True)
+            files, what = (target, draft), {"texts": not quotes, "quotes": quotes, "runs_shown": args.runs}
+            bench(
+                title, *files, args.rounds, args.n, args.settings, **what,
+                sampling=args.sampling, streamed=args.streamed,
+            )  # fmt: skip
 
     if args.experts:
         bench_inflated(inflated_mixture(), "inflated mixture of experts, 2 of 16")
