@@ -51,6 +51,7 @@ def profiled_node(profile: Profile, rank: int, name: str) -> NodeSpec:
         name=name,
         cores=max(mate.cores for mate in mates),
         memory_bytes=max(mate.memory_bytes for mate in mates),
+        disk_bytes_per_s=max(mate.disk_bytes_per_s for mate in mates),
         crowd=crowd_of(mates),
         turns=turns_of(mates),
         guest=next((mate.guest for mate in mates if mate.guest is not None), None),

@@ -61,6 +61,8 @@ class ModelShape:
     layers. Empty: it is neither."""
     drafter: str = "draft"
     """The kind of its drafter, as in `core.drafters.registry`, where it is a draft model."""
+    is_part: bool = False
+    """It is that of one part of a group."""
     horizon: int | None = None
     """Of a draft head: see `core.drafters.base.HeadNeeds`. None: that of EAGLE-3 heads."""
     _parts: dict[float, ModelShape] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -109,6 +111,7 @@ class ModelShape:
         both = zip(self.layer_bytes, whole_bytes, strict=True)
         own = self._parts[share] = replace(
             self,
+            is_part=True,
             layer_bytes=tuple(round(whole + share * (n - whole)) for n, whole in both),
             output_bytes=round(self.output_whole_bytes + share * (self.output_bytes - self.output_whole_bytes)),
             layer_cell_bytes=tuple(share * n for n in self.layer_cell_bytes)

@@ -95,6 +95,8 @@ class RankProfile:
     """RAM that was available before anything was loaded. Ranks of one machine count the same memory."""
     memory_bytes_per_s: Seconds
     """Speed of `threads` threads that read memory sequentially, beyond the caches, while other ranks are idle."""
+    disk_bytes_per_s: Seconds = 0.0
+    """How fast it reads the model's file past the page cache, while other ranks of its machine are idle; 0: unknown."""
     layers: Layers
     """The layers that were measured as one stage."""
     weight_bytes: Count

@@ -25,6 +25,8 @@ class NodeSpec:
     """Memory throughput of all cores together."""
     core_bytes_per_s: float = 0.0
     core_flop_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
+    """How fast its ranks read the model's file past the page cache; 0: unknown, so that no weights can be streamed."""
     crowd: float | None = None
     """Speed of a core while all others are busy, relative to its speed alone; None: from sharing `bytes_per_s`."""
     turns: float = TURNS

@@ -37,6 +37,9 @@
     memory_gb = 64
     memory_gb_per_s = 90                     # read by all cores together
     core_gb_per_s = 12                       # read by one core; default: as the cpu's, or memory_gb_per_s
+    disk_gb_per_s = 3.0                      # read from the model's file past the page cache, by all ranks together.
+                                             # Weights that do not fit into memory are then streamed; default: they must
+                                             # fit
     core_gflops = 60                         # of one core, in matrix products of the weights' type; default: as the
                                              # cpu's, or 60
     crowd = 0.9                              # speed of a core while all others are busy, relative to its speed alone;
@@ -190,6 +193,7 @@ class NodeTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     memory_gb_per_s: PositiveNumber | None = None
     core_gb_per_s: PositiveNumber | None = None
     core_gflops: PositiveNumber | None = None
+    disk_gb_per_s: PositiveNumber | None = None
     crowd: Share | None = None
     turns: Turns = TURNS
 
@@ -224,6 +228,7 @@ class NodeTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 bytes_per_s=gb_per_s * 1e9,
                 core_bytes_per_s=core_gb_per_s * 1e9,
                 core_flop_per_s=core_gflops * 1e9,
+                disk_bytes_per_s=self.disk_gb_per_s * 1e9 / self.sockets if self.disk_gb_per_s else 0.0,
                 crowd=self.crowd,
                 turns=self.turns,
             )
@@ -238,6 +243,7 @@ class ProfiledNodeTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     profile_rank: Annotated[int, Meta(ge=0)] = 0
     cores: CoreCount | None = None
     memory_gb: PositiveNumber | None = None
+    disk_gb_per_s: PositiveNumber | None = None
     crowd: Share | None = None
     turns: Turns | None = None
 

@@ -170,10 +170,12 @@ def _profiled(node: ProfiledNodeTable, profile: Profile, name: str) -> NodeSpec:
     """The node as it was measured, with the values that the cluster file gives."""
     own = profiled_node(profile, node.profile_rank, name)
     memory_bytes = node.memory_gb * 1e9 if node.memory_gb else own.memory_bytes
+    disk_bytes_per_s = node.disk_gb_per_s * 1e9 if node.disk_gb_per_s else own.disk_bytes_per_s
     return replace(
         own,
         cores=node.cores or own.cores,
         memory_bytes=memory_bytes,
+        disk_bytes_per_s=disk_bytes_per_s,
         crowd=node.crowd or own.crowd,
         turns=node.turns or own.turns,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -51,6 +52,12 @@ def human_rate(per_s: float | None) -> str:
 def percent(share: float | None) -> str:
     """`82 %` for 0.82; `-` for None."""
     return "-" if share is None else f"{share * 100:.0f} %"
+
+
+def streamed_text(streamed: Mapping[str, float]) -> str:
+    """A line about weights that are not in memory, in bytes by the name of their machine."""
+    where = ", ".join(f"{human_bytes(n_bytes)} on {harmless(name)}" for name, n_bytes in streamed.items())
+    return f"weights that do not fit into memory and are read from disk as they are used: {where}"
 
 
 def counted(n: int, what: str) -> str:

@@ -191,6 +191,7 @@ def _plan(
         draft_threads=draft_threads if draft_threads > 0 else None,
         must_draft=draft is not None,
         groups=_may_group(config),
+        streams=_streams(config),
     )
     sizes = Sizes(context.n_ctx, context.n_batch, context.n_ubatch)
     request = PlanRequest(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank, process_memory, stage_memory
+from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank, process_memory, stage_memory, with_streaming
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.speculation import Mode
@@ -21,10 +21,11 @@ from ggpipe.planning.placements import Arrangement, FurtherDraft, arrangements
 from ggpipe.planning.splits import good_splits
 from ggpipe.planning.stage_tables import N_PAST, ROWS, StageRank, StageRanks, StageTables
 from ggpipe.sim.groups import group_cost
-from ggpipe.sim.virtual_cluster import stage_cost
+from ggpipe.sim.stage_costs import stage_cost
 
 _SMALL_DRAFT = 4  # draft tokens for each of the target's runs, about
 _DRAFT_PARTS = 4
+_ROUNDED = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class Constraints:
     """Groups may compute a stage, if the model supports them."""
     halves: bool = False
     """Groups on several machines may send sums as 16-bit floats, if that pays."""
+    streams: bool = True
+    """Weights that do not fit into memory may be streamed from disks whose speed is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,15 +161,22 @@ class CandidateSearch:
 
     def estimate(self, candidate: Candidate) -> Estimate | None:
         """The estimate of a candidate; None if it does not fit into memory."""
-        if not self.fits(candidate):
+        needs = self.memory(candidate)
+        if not self._fits(needs):
             return None
-        arrangement, end = candidate.arrangement, 0
+        arrangement, end, n_ranks = candidate.arrangement, 0, 0
         stages: list[list[float]] = []
-        for stage, count in zip(_stages(arrangement), candidate.counts, strict=True):
-            if count:
+        for i, (stage, count) in enumerate(zip(_stages(arrangement), candidate.counts, strict=True)):
+            if not count:
+                n_ranks += len(stage) * (arrangement.in_order and i == 0)
+                continue
+            missing = [memory.streamed for _, memory in needs[n_ranks : n_ranks + len(stage)]]
+            if any(missing):
+                stages.append(self._tables.run_s(stage, (end, end + count), ROWS, missing))
+            else:
                 one_s = float(self._tables.seconds(stage)[end, end + count])
                 stages.append([one_s * factor for factor in self._tables.row_factors(stage)])
-            end += count
+            end, n_ranks = end + count, n_ranks + len(stage)
         by_rows = list(zip(*stages, strict=True))
         return Estimate(
             candidate=candidate,
@@ -177,20 +187,35 @@ class CandidateSearch:
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether every machine has enough memory for its ranks."""
+        return self._fits(self.memory(candidate))
+
+    def _fits(self, needs: Sequence[tuple[int, Memory]]) -> bool:
         needed = [0.0] * len(self._spec.nodes)
-        for node, memory in self.memory(candidate):
+        for node, memory in needs:
             needed[node] += memory.total
-        return all(need <= self._usable(node) for node, need in enumerate(needed))
+        return all(need <= self._usable(node) * _ROUNDED for node, need in enumerate(needed))
 
     def memory(self, candidate: Candidate) -> list[tuple[int, Memory]]:
-        """The node of each rank, and the memory that the rank needs."""
+        """The node of each rank, and the memory that the rank needs. Ranks of nodes without enough stream weights."""
         drafts = drafts_of(candidate, self._draft, self._further)
         placement = placed(self._spec, candidate, drafts)[1]
         layout, constraints = placement.layout or Layout(()), self._constraints
         sizes, tensor_split = (constraints.n_ctx, constraints.n_ubatch), placement.tensor_split
         on = [(draft, placement.draft_layout(number)) for number, draft in enumerate(drafts)]
         needs = memory_by_rank(self._target, layout, on, *sizes, tensor_split)
+        needs = with_streaming(self._target, layout, needs, placement.node_of, self._streaming, tensor_split)
         return list(zip(placement.node_of, needs.values(), strict=True))
+
+    def streamed_bytes(self, candidate: Candidate) -> tuple[float, ...]:
+        """See `VirtualPlacement`."""
+        found = tuple(memory.streamed for _, memory in self.memory(candidate))
+        return found if any(found) else ()
+
+    @property
+    def _streaming(self) -> dict[int, float]:
+        """Usable memory of the nodes whose ranks may stream weights."""
+        nodes = enumerate(self._spec.nodes) if self._constraints.streams else ()
+        return {number: self._usable(number) for number, node in nodes if node.disk_bytes_per_s}
 
     def _of(self, arrangement: Arrangement) -> Iterator[Estimate]:
         rooms = [self._usable(node) for node in range(len(self._spec.nodes))]
@@ -202,16 +227,22 @@ class CandidateSearch:
         on = [place.node for place in arrangement.target]
         if min(rooms) < 0:
             return
-        places = []
+        places, streaming = [], self._streaming
         for i, stage in enumerate(_stages(arrangement)):
             fits = np.full((self._target.n_layer + 1,) * 2, True)
-            for part in stage:
+            rooms_of_parts = [rooms[part.node] / on.count(part.node) for part in stage]
+            for part, room in zip(stage, rooms_of_parts, strict=True):
                 memory = self._tables.memory(part.share)
                 if inside and part is stage[0] and (i == 0 or arrangement.skips[0]):
                     memory = memory.copy()
                     memory[0] += inside
-                fits &= memory <= rooms[part.node] / on.count(part.node)
-            places.append(np.where(fits, self._tables.seconds(stage), np.inf))
+                fits &= memory <= room
+            seconds = np.where(fits, self._tables.seconds(stage), np.inf)
+            if streaming and not fits[0, -1]:
+                if inside and (i == 0 or arrangement.skips[0]):
+                    rooms_of_parts[0] -= inside
+                seconds = np.minimum(seconds, self._tables.streamed_seconds(stage, tuple(rooms_of_parts)))
+            places.append(seconds)
         for counts in good_splits(places, arrangement.skips):
             estimate = self.estimate(Candidate(arrangement, counts))
             if estimate is not None:
@@ -286,6 +317,8 @@ class CandidateSearch:
         where = ", ".join(f"{self._spec.nodes[node].name} {_gb(self._usable(node))}" for node in nodes)
         streams = whole.kv + draft_bytes < sum(map(self._usable, nodes))
         anyway = ", or start the ranks anyway: weights that do not fit are then read from the file for each token"
+        if not self._streaming:
+            anyway += " (a plan knows how fast that is where the cluster file or the profile has disk_gb_per_s)"
         return (MemoryNeededError if streams else UsageError)(
             f"{target.name} does not fit: it needs {what} and compute buffers, and the machines have {where}; "
             f"{_gb(left)} are missing: add memory or machines, lower ",

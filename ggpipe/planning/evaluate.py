@@ -104,9 +104,11 @@ class Evaluator:
         on_run: Callable[[int], None] = lambda n: None,
         users: int | None = None,
         further: Sequence[FurtherDraft] = (),
+        streamed_bytes: Callable[[Candidate], tuple[float, ...]] = lambda _: (),
     ) -> None:
         """`users`: how many share the pipeline, see `Traffic`; None: one request at a time. `on_run` is called with the
-        number of simulations so far after each evaluation that simulates.
+        number of simulations so far after each evaluation that simulates. `streamed_bytes`: of a candidate's ranks, see
+        `VirtualPlacement`.
         """
         self._spec = spec
         self._target = target
@@ -116,6 +118,7 @@ class Evaluator:
         self._sizes = replace(sizes, n_ctx=0)
         self._on_run = on_run
         self._users = users
+        self._streamed_bytes = streamed_bytes
         self._known: dict[_Key, Evaluation] = {}
         self._given_up: dict[_Key, Evaluation] = {}
         """Of the first output alone."""
@@ -155,6 +158,7 @@ class Evaluator:
     ) -> Evaluation:
         drafts = drafts_of(candidate, self._draft, self._further)
         spec, placement = placed(self._spec, candidate, drafts)
+        placement = replace(placement, streamed_bytes=self._streamed_bytes(candidate))
         n_text, n_texts = (_LONG, _TEXTS) if carefully and speculation.mode != "iterative" else (_SHORT, 1)
         traffic = None
         if self._users is not None:

@@ -96,7 +96,15 @@ class _Search:
             spec, target, self._draft, replace(request.constraints, must_draft=must_draft), request.further
         )
         self._evaluator = Evaluator(
-            spec, target, self._draft, request.tokens, request.sizes, self._count, request.users, request.further
+            spec,
+            target,
+            self._draft,
+            request.tokens,
+            request.sizes,
+            self._count,
+            request.users,
+            request.further,
+            self._candidates.streamed_bytes,
         )
         self._on_run = on_run
         self._expected = 0

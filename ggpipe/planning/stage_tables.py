@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.cluster.memory import process_memory, stage_memory
+from ggpipe.cluster.memory import process_memory, stage_memory, streamed, weight_bytes
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.sim.groups import group_cost
-from ggpipe.sim.virtual_cluster import stage_cost
+from ggpipe.sim.stage_costs import stage_cost, streamed_cost
 
 ROWS = (1, 2, 3, 4, 6, 8)
 """Numbers of rows for which runs are estimated."""
@@ -45,6 +45,7 @@ class StageTables:
         self._seconds: dict[object, NDArray[np.float64]] = {}
         self._factors: dict[object, list[float]] = {}
         self._memory: dict[float, NDArray[np.float64]] = {}
+        self._streamed: dict[object, NDArray[np.float64]] = {}
 
     def seconds(self, stage: StageRanks) -> NDArray[np.float64]:
         """Seconds of a run of one row in layers [a, b), with the message to the next stage.
@@ -52,8 +53,7 @@ class StageTables:
         Shape (n_layer + 1, n_layer + 1), indexed by [a, b]; infinite where b <= a.
         """
         if (key := self._key(stage)) not in self._seconds:
-            spec, shape = self._spec, self._target
-            message_s = spec.overheads.run_s + spec.network.latency_s + shape.border_bytes / spec.network.bytes_per_s
+            shape, message_s = self._target, self._message_s
             known: dict[object, float] = {}
 
             def seconds(a: int, b: int) -> float:
@@ -64,6 +64,28 @@ class StageTables:
 
             self._seconds[key] = _table(shape.n_layer, seconds)
         return self._seconds[key]
+
+    def streamed_seconds(self, stage: StageRanks, rooms: tuple[float, ...]) -> NDArray[np.float64]:
+        """As `seconds`, for layers that do not fit: ranks stream the weights for which they have no memory.
+
+        `rooms`: bytes of memory of each rank. Also infinite where all weights fit, where there is too little memory to
+        stream, and on nodes whose disks are not known.
+        """
+        key = self._key(stage), rooms
+        if key not in self._streamed:
+
+            def seconds(a: int, b: int) -> float:
+                missing = []
+                for part, room in zip(stage, rooms, strict=True):
+                    own, node = self._target.part(part.share), self._spec.nodes[part.node]
+                    missing.append(max(self.memory(part.share)[a, b] - room, 0.0))
+                    kept = weight_bytes(own, (a, b)) - missing[-1]
+                    if missing[-1] and not (node.disk_bytes_per_s and streamed(own, (a, b), kept)):
+                        return np.inf
+                return self.run_s(stage, (a, b), (1,), missing)[0] if any(missing) else np.inf
+
+            self._streamed[key] = _table(self._target.n_layer, seconds)
+        return self._streamed[key]
 
     def row_factors(self, stage: StageRanks) -> list[float]:
         """Times of runs with the numbers of rows in `ROWS`, relative to a run of one row."""
@@ -91,10 +113,34 @@ class StageTables:
         """Speed of a node with this number of threads, in an arbitrary unit."""
         return 1 / self._run_s((StageRank(node, threads, 1.0),), (0, max(self._target.n_layer // 2, 1)), (1,))[0]
 
-    def _run_s(self, stage: StageRanks, layers: tuple[int, int], rows: Sequence[int]) -> list[float]:
+    def run_s(
+        self, stage: StageRanks, layers: tuple[int, int], rows: Sequence[int], missing_bytes: Sequence[float]
+    ) -> list[float]:
+        """As `_run_s`, with the message to the next stage, if each rank streams that much of its weights."""
+        return [self._message_s + own for own in self._run_s(stage, layers, rows, missing_bytes)]
+
+    @property
+    def _message_s(self) -> float:
+        """Seconds of the message to the next stage."""
+        spec = self._spec
+        network = spec.network
+        return spec.overheads.run_s + network.latency_s + self._target.border_bytes / network.bytes_per_s
+
+    def _run_s(
+        self,
+        stage: StageRanks,
+        layers: tuple[int, int],
+        rows: Sequence[int],
+        missing_bytes: Sequence[float] = (),
+    ) -> list[float]:
         """Seconds of runs, one per number of rows. A group takes as long as its slowest part, plus its sums."""
         spec, shape = self._spec, self._target
-        costs = [stage_cost(spec.nodes[p.node], shape.part(p.share), layers, p.threads) for p in stage]
+        costs = []
+        for p, missing in zip(stage, missing_bytes or (0.0,) * len(stage), strict=True):
+            node, part = spec.nodes[p.node], shape.part(p.share)
+            cost = stage_cost(node, part, layers, p.threads)
+            n_readers = sum(other.node == p.node for other in stage)
+            costs.append(streamed_cost(cost, node, part, layers, missing, n_readers))
         own_s = [max(cost.seconds(n, N_PAST) for cost in costs) for n in rows]
         if len(stage) == 1:
             return own_s

@@ -144,6 +144,7 @@ class _ProfileHead:
                     threads_batch=hello.threads[1],
                     memory_bytes=hello.memory_bytes,
                     memory_bytes_per_s=own.memory_bytes_per_s,
+                    disk_bytes_per_s=own.disk_bytes_per_s,
                     layers=layers,
                     weight_bytes=model.weight_bytes(layers),
                     alone=own.alone,

@@ -19,6 +19,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Membership, most_parts
 from ggpipe.llama.model_shape import facts_of
 from ggpipe.profiling import stage_timing
+from ggpipe.profiling.disk import disk_speed
 from ggpipe.profiling.guest import Guest
 from ggpipe.profiling.links import LinkTimer
 from ggpipe.profiling.memory import memory_speed
@@ -48,8 +49,16 @@ from ggpipe.transport.profile_messages import (
 )
 
 _N_CTX = stage_timing.LONG_CELLS + 2 * stage_timing.CHUNK_ROWS
-_MEMORY_S = 0.5
-_MEMORY, _STOPS, _HALF, _OWN, _SHORT, _LONG = 0.05, 0.05, 0.2, 0.05, 0.4, 0.25  # shares of the target's budget alone
+_MEMORY_S, _DISK_S = 0.5, 0.5
+_MEMORY, _DISK, _STOPS, _HALF, _OWN, _SHORT, _LONG = (
+    0.05,
+    0.03,
+    0.05,
+    0.2,
+    0.05,
+    0.4,
+    0.22,
+)  # shares of the target's budget alone
 TURN_S = 0.2
 """Duration of a turn. By its end, the waiting ranks poll rarely."""
 _ROWS_IN_TURN = 3
@@ -177,6 +186,7 @@ class ProfiledRank:
     def _alone(self, layers: tuple[int, int], budget_s: float) -> AloneMeasured:
         single, _ = wiring.threads_of(self.config, self._channel.transport, TARGET)
         speed = memory_speed(single, min(budget_s * _MEMORY, _MEMORY_S))
+        disk_bytes_per_s = disk_speed(self._file.paths, min(budget_s * _DISK, _DISK_S))
         transport = self._channel.transport
         if transport.hosts.index(transport.host) == transport.rank:
             self._guest = Guest(self._guest_s, speed / single)
@@ -193,6 +203,7 @@ class ProfiledRank:
             alone=points,
             half=half,
             memory_bytes_per_s=speed,
+            disk_bytes_per_s=disk_bytes_per_s,
             overheads=replace(overheads, cold_s=cold_s, abort_s=abort_s),
             change_s=short.more_for_change_s,
             fixed_s=fixed_s,

@@ -47,6 +47,27 @@ class Roofline:
         return self.fixed_s + max(reading_s, n_rows * self.token_flop / self.flop_per_s)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedCost:
+    """A stage that has no memory for some of its weights. It reads those that each run uses while it computes, and
+    experts once it knows which ones it needs."""
+
+    in_memory: Cost
+    run_bytes: float
+    """Bytes of weights that each run reads."""
+    expert_bytes: float
+    """Bytes of experts that are not in memory."""
+    untouched: float
+    """Share of the experts that a token does not use."""
+    bytes_per_s: float
+
+    def seconds(self, n_rows: int, n_past: float, n_others: float = 0) -> float:
+        """See Cost."""
+        computing_s = self.in_memory.seconds(n_rows, n_past, n_others)
+        experts_s = self.expert_bytes * (1 - self.untouched**n_rows) / self.bytes_per_s
+        return max(computing_s, self.run_bytes / self.bytes_per_s) + experts_s
+
+
 class MeasuredCost:
     """Linear between measured points, and beyond them."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.cluster.links import Link, SumTimes
-from ggpipe.cluster.memory import memory_by_rank
+from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank, with_streaming
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
@@ -122,33 +122,44 @@ class SimulationSpec:
                 ", or lower ",
                 Setting("n_predict"),
             )
-        needed_bytes = self._needed_bytes(n_ctx or n_tokens)
-        for number, node in enumerate(self.cluster.nodes):
-            if needed_bytes[number] > node.memory_bytes:
+        if self.placement.streamed_bytes:
+            return  # by a plan, which has looked at the memory
+        needed_bytes = Counter[int]()
+        for node, memory in zip(self.placement.node_of, self._memory(n_ctx or n_tokens), strict=True):
+            needed_bytes[node] += math.ceil(memory.total)
+        for number, own in enumerate(self.cluster.nodes):
+            if needed_bytes[number] > own.memory_bytes:
+                streams = "" if own.disk_bytes_per_s else ", or give its disk_gb_per_s, so that it can stream weights"
                 raise UsageError(
-                    f"{node.name} has {node.memory_bytes / 1e9:.3g} GB of memory, and its ranks need "
+                    f"{own.name} has {own.memory_bytes / 1e9:.3g} GB of memory, and its ranks need "
                     f"{needed_bytes[number] / 1e9:.3g} GB: give it a smaller share of the layers, or use more nodes"
+                    f"{streams}"
                 )
 
     @property
     def _drafts(self) -> list[tuple[ModelShape, Layout | None]]:
         return [(shape, self.placement.draft_layout(number)) for number, shape in enumerate(self.drafts)]
 
-    def _needed_bytes(self, n_ctx: int) -> Counter[int]:
-        """Bytes that the ranks of each node need."""
-        placement, needed = self.placement, Counter[int]()
+    @property
+    def streamed_bytes(self) -> tuple[float, ...]:
+        """See `VirtualPlacement`."""
+        if self.placement.streamed_bytes or not any(node.disk_bytes_per_s for node in self.cluster.nodes):
+            return self.placement.streamed_bytes
+        n_tokens = max(_n_tokens(asked.tokens) for asked in self._asked())
+        n_at_a_time = self.traffic.at_a_time if self.traffic is not None else 1
+        found = tuple(memory.streamed for memory in self._memory(self.sizes.n_ctx or n_at_a_time * n_tokens))
+        return found if any(found) else ()
+
+    def _memory(self, n_ctx: int) -> list[Memory]:
+        """Memory of each rank. Those of nodes without enough stream weights, if the speed of their disks is known."""
+        placement, nodes = self.placement, self.cluster.nodes
         layout = placement.layout or lay_out(self.target.n_layer, len(placement.target_on), None)
-        needs = memory_by_rank(
-            self.target,
-            layout,
-            self._drafts,
-            n_ctx,
-            self.sizes.n_ubatch,
-            placement.tensor_split,
+        sizes = n_ctx, self.sizes.n_ubatch, placement.tensor_split
+        needs = memory_by_rank(self.target, layout, self._drafts, *sizes)
+        usable = {i: own.memory_bytes * USABLE for i, own in enumerate(nodes) if own.disk_bytes_per_s}
+        return list(
+            with_streaming(self.target, layout, needs, placement.node_of, usable, placement.tensor_split).values()
         )
-        for node, need in zip(placement.node_of, needs.values(), strict=True):
-            needed[node] += math.ceil(need.total)
-        return needed
 
     def changed(self, values: Mapping[str, float]) -> SimulationSpec:
         """With other values for some of `NAMES`. Raises UsageError where they make no sense."""
@@ -178,7 +189,8 @@ class SimulationSpec:
         Raises UsageError as `check`.
         """
         self.check()
-        virtual = build(self.cluster, self.placement, self.target, self.drafts)
+        placement = replace(self.placement, streamed_bytes=self.streamed_bytes)
+        virtual = build(self.cluster, placement, self.target, self.drafts)
         speculation, asked = replace(self.speculation, mode=mode), self._asked()
         n_requests = self.traffic.at_a_time if self.traffic is not None else 1
         n_ctx = self.sizes.n_ctx or n_requests * max(_n_tokens(one.tokens) for one in asked) + _HEADROOM

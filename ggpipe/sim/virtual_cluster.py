@@ -6,25 +6,21 @@ node.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ggpipe.cluster.links import Link, Overheads
-from ggpipe.cluster.model_shape import ALL_EXPERTS, ModelShape
-from ggpipe.cluster.profile import MeasuredLayers, Point, RankProfile
-from ggpipe.cluster.spec import ClusterSpec, NodeSpec
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.layer_split import LayerSplit, LayerSplits, n_ranks_of
 from ggpipe.config.pipeline import TensorWire
 from ggpipe.core.layout import Layout, decimal_split, lay_out, part_shares
 from ggpipe.errors import SettingError
 from ggpipe.sim.cores import NICE_WEIGHT, weight_of
-from ggpipe.sim.costs import Cost, MeasuredCost, Roofline
+from ggpipe.sim.costs import Cost
 from ggpipe.sim.groups import GroupCost, group_cost
-
-_LAYER_S = 15e-6  # operators wait for all threads, some ten times in a layer
-_MOST_FIXED = 0.25  # of a draft's run, as in `stage_timing.intercept_s`
+from ggpipe.sim.stage_costs import change_s, stage_cost, streamed_cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +129,8 @@ class VirtualPlacement:
     """See `PipelineConfig`."""
     tensor_wire: TensorWire = "f32"
     """See `PipelineConfig`."""
+    streamed_bytes: tuple[float, ...] = ()
+    """Bytes of each rank's weights that are not in memory; empty: all are."""
 
     @property
     def node_of(self) -> tuple[int, ...]:
@@ -216,11 +214,17 @@ def build(
             shares = part_shares(len(stage.ranks), placement.tensor_split)
             for rank, share in zip(stage.ranks, shares, strict=True):
                 n_threads = min(threads[rank], nodes[rank].cores)  # more threads gain nothing
+                part = shape.part(share)
+                cost = stage_cost(nodes[rank], part, stage.layers, n_threads, is_draft)
+                if not is_draft and placement.streamed_bytes:
+                    missing = placement.streamed_bytes[rank]
+                    n_readers = [node_of[other] for other in stage.ranks].count(node_of[rank])
+                    cost = streamed_cost(cost, nodes[rank], part, stage.layers, missing, n_readers)
                 stages[rank] = StageSpec(
                     threads=n_threads,
-                    cost=stage_cost(nodes[rank], shape.part(share), stage.layers, n_threads, is_draft),
+                    cost=cost,
                     nice=is_draft and _shared(placement, rank),
-                    change_s=_change_s(nodes[rank], shape, stage.layers, is_draft),
+                    change_s=change_s(nodes[rank], shape, stage.layers, is_draft),
                 )
             if len(shares) > 1:
                 places = [node_of[rank] for rank in stage.ranks]
@@ -268,30 +272,6 @@ def threads_of(spec: ClusterSpec, placement: VirtualPlacement, rank: int) -> int
     return max(spec.nodes[node].cores // placement.node_of.count(node), 1)
 
 
-def stage_cost(
-    node: NodeSpec, shape: ModelShape, layers: tuple[int, int], threads: int, is_draft: bool = False
-) -> Cost:
-    """The cost of layers [a, b) on a node with `threads` threads. `is_draft`: the layers are a draft model's, for
-    which a profile may have times of its own. Of a part of a group, `shape` is that of the part, and `group_cost` comes
-    on top."""
-    threads = min(threads, node.cores)
-    if node.profile is not None:
-        if is_draft and (part := _most_alike(node.profile, shape)) is not None:
-            return _measured_draft(node, part, shape, layers, threads)
-        return _measured(node, shape, layers, threads)
-    unused = 1 - shape.n_expert_used / shape.n_expert if shape.n_expert else 0.0
-    return Roofline(
-        weight_bytes=shape.read_bytes(layers, ALL_EXPERTS),
-        cell_bytes=shape.cell_bytes(layers),
-        token_flop=shape.token_flop(layers),
-        bytes_per_s=min(node.bytes_per_s, threads * node.core_bytes_per_s),
-        flop_per_s=threads * node.core_flop_per_s,
-        fixed_s=_LAYER_S * (layers[1] - layers[0]),
-        expert_bytes=shape.expert_bytes(layers),
-        untouched=unused,
-    )
-
-
 def with_splits(spec: ClusterSpec, splits: LayerSplits) -> ClusterSpec:
     """The cluster with its ranks and layers divided by these shares.
 
@@ -315,59 +295,6 @@ def with_splits(spec: ClusterSpec, splits: LayerSplits) -> ClusterSpec:
         draft_layer_splits=splits[1:],
         threads=threads,
     )
-
-
-def _measured(node: NodeSpec, shape: ModelShape, layers: tuple[int, int], threads: int) -> MeasuredCost:
-    """Scale the measured layers' times by the bytes that these layers read; threads share the work evenly."""
-    profile = node.profile
-    assert profile is not None
-    n_bytes = shape.read_bytes(layers, ALL_EXPERTS if node.of_experts and shape.n_expert else 1)
-    ratio = min(profile.threads, node.cores) / threads
-    cell_s = shape.cell_bytes(layers) / profile.memory_bytes_per_s * ratio if profile.memory_bytes_per_s else 0.0
-    return MeasuredCost(profile.alone, n_bytes / profile.weight_bytes * ratio, profile.fixed_s, cell_s)
-
-
-def _measured_draft(
-    node: NodeSpec, part: MeasuredLayers, shape: ModelShape, layers: tuple[int, int], threads: int
-) -> MeasuredCost:
-    """Scale the measured draft's times to these layers of this draft. `fixed_s` was measured with the target, and may
-    be more than a small draft takes."""
-    profile = node.profile
-    assert profile is not None
-    ratio = min(profile.threads, node.cores) / threads
-    fastest_s = min(point.seconds for point in part.alone if point.rows == 1)
-    fixed_s = min(profile.fixed_s, fastest_s * _MOST_FIXED)
-    points = (*part.alone, *_rise(part.alone, profile.alone))
-    return MeasuredCost(points, shape.read_bytes(layers, ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
-
-
-def _most_alike(profile: RankProfile, shape: ModelShape) -> MeasuredLayers | None:
-    """The measured draft model that is this one, or is nearest to it in size; None if none was measured."""
-    n_bytes = max(shape.read_bytes((0, shape.n_layer), ALL_EXPERTS), 1)
-    measured = [part for part in profile.drafts if part is not None]
-    return min(measured, key=lambda part: abs(math.log(part.weight_bytes / n_bytes)), default=None)
-
-
-def _change_s(node: NodeSpec, shape: ModelShape, layers: tuple[int, int], is_draft: bool) -> float:
-    """`StageSpec.change_s`, by the number of layers: a graph has nodes for each of them."""
-    if node.profile is None:
-        return 0.0
-    measured: MeasuredLayers | RankProfile = node.profile
-    if is_draft and (part := _most_alike(node.profile, shape)) is not None:
-        measured = part
-    a, b = measured.layers
-    return measured.change_s * (layers[1] - layers[0]) / (b - a)
-
-
-def _rise(draft: Sequence[Point], target: Sequence[Point]) -> Iterator[Point]:
-    """The draft's times in a long context, by the target's ratio: for a draft that was measured in a short one only."""
-    pasts = sorted({point.n_past for point in target})
-    if len({point.n_past for point in draft}) > 1 or pasts[-1] <= draft[0].n_past:
-        return
-    short, long = ({p.rows: p.seconds for p in target if p.n_past == past} for past in (pasts[0], pasts[-1]))
-    for point in draft:
-        if point.rows in short and point.rows in long:
-            yield Point(point.rows, pasts[-1], point.seconds * long[point.rows] / short[point.rows])
 
 
 def _node(spec: ClusterSpec, placement: VirtualPlacement, number: int) -> VirtualNode:

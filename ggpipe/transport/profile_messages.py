@@ -47,6 +47,7 @@ class AloneMeasured(ControlMessage, frozen=True, kw_only=True):
     alone: tuple[Point, ...]
     half: MeasuredLayers | None
     memory_bytes_per_s: float
+    disk_bytes_per_s: float
     overheads: Overheads
     change_s: float
     fixed_s: float

@@ -20,6 +20,7 @@ TOYS = {
     "glm-5-xeons": "glm-dsa",
     "gpt-oss-120b-pcs": "gpt-oss",
     "gpt-oss-120b-pcs-2g5": "gpt-oss",
+    "gpt-oss-120b-two-pcs": "gpt-oss",
     "qwen3-235b-xeons": "qwen3moe",
 }
 

@@ -15,8 +15,16 @@ import pytest
 from support.commands import HANG_S, TARGET, ggpipe
 from support.zoo import ZOO, ZooModel, make, pair_script
 
-from ggpipe.cluster.memory import Memory, memory_by_rank, process_memory, stage_memory
-from ggpipe.cluster.model_shape import even_shape
+from ggpipe.cluster.memory import (
+    Memory,
+    memory_by_rank,
+    process_memory,
+    stage_memory,
+    streamed,
+    weight_bytes,
+    with_streaming,
+)
+from ggpipe.cluster.model_shape import Experts, even_shape
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
@@ -198,3 +206,62 @@ def test_parts_that_divide_the_ffn_alone_hold_the_rest_whole() -> None:
         assert part.kv == whole.kv
         divided = whole.weights - shape.input_bytes - sum(one_third)
         assert part.weights == pytest.approx(shape.input_bytes + sum(one_third) + divided / 2)
+
+
+DENSE = even_shape(
+    name="dense", n_layer=8, weight_bytes=10e9, parameters=18e9, n_embd=2048, cell_bytes=1e5, n_vocab=32000
+)
+MIXTURE = even_shape(
+    name="mixture",
+    n_layer=8,
+    weight_bytes=10e9,
+    parameters=18e9,
+    n_embd=2048,
+    cell_bytes=1e5,
+    n_vocab=32000,
+    experts=Experts(n_expert=64, n_used=4, n_bytes=8e9),
+)
+
+
+def test_what_is_streamed_of_a_dense_model() -> None:
+    """What is missing, and the window in which it is read: a layer."""
+    layers = (0, DENSE.n_layer)
+    whole, layer = weight_bytes(DENSE, layers), DENSE.layer_bytes[0]
+    for share in (0.3, 0.6, 0.9):
+        read = streamed(DENSE, layers, share * whole)
+        assert read is not None
+        assert read.run_bytes == pytest.approx((1 - share) * whole + layer)
+        assert read.expert_share == 0
+    assert streamed(DENSE, layers, whole - sum(DENSE.layer_bytes) + 0.9 * layer) is None, "no room for the window"
+    read = streamed(DENSE, layers, whole)
+    assert read is not None
+    assert (read.run_bytes, read.expert_share) == (0, 0)
+
+
+def test_what_is_streamed_of_a_mixture() -> None:
+    """Experts first; what each run uses only where that alone does not fit."""
+    layers = (0, MIXTURE.n_layer)
+    whole, experts = weight_bytes(MIXTURE, layers), MIXTURE.expert_bytes(layers)
+    half = streamed(MIXTURE, layers, whole - experts / 2)
+    assert half is not None
+    assert half.run_bytes == 0
+    assert half.expert_share == pytest.approx(0.5)
+    scarce = streamed(MIXTURE, layers, (whole - experts) * 0.9)
+    assert scarce is not None
+    assert scarce.run_bytes > 0.1 * (whole - experts)
+    assert scarce.expert_share == pytest.approx(1 - 1 / 24, abs=1e-3), "a tensor of a layer stays: a third of it"
+    assert streamed(MIXTURE, layers, MIXTURE.input_bytes + MIXTURE.output_bytes) is None
+
+
+def test_ranks_of_a_machine_share_what_is_missing() -> None:
+    layout = lay_out(8, 3, LayerSplit((0.5, 0.25, 0.25)))
+    needs = memory_by_rank(DENSE, layout, [], 1024, 512)
+    on_one = needs[0].total + needs[1].total
+    found = with_streaming(DENSE, layout, needs, (0, 0, 1), {0: 0.8 * on_one, 1: 10e9})
+    assert found[2] == needs[2], "it fits"
+    assert found[0].total + found[1].total == pytest.approx(0.8 * on_one)
+    for rank in (0, 1):
+        assert found[rank].weights + found[rank].streamed == pytest.approx(needs[rank].weights)
+    assert found[0].streamed / needs[0].weights == pytest.approx(found[1].streamed / needs[1].weights)
+    assert with_streaming(DENSE, layout, needs, (0, 0, 1), {1: 10e9}) == needs, "the disk of 0 is not known"
+    assert with_streaming(DENSE, layout, needs, (0, 0, 1), {0: 0.01 * on_one}) == needs, "too little even for that"

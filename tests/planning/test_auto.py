@@ -78,6 +78,22 @@ def test_a_model_that_does_not_fit_is_an_error_if_weights_may_not_be_streamed() 
     assert auto._streams(replace(CONFIG, pipeline=checked, model=replace(CONFIG.model, load_mode="stream")))
 
 
+def test_a_model_that_does_not_fit_is_planned_for_disks_that_were_measured() -> None:
+    """The machine with the faster disk gets more layers."""
+    scarce = measured(("a", "b"))
+    ranks = tuple(
+        replace(rank, memory_bytes=64_000_000, disk_bytes_per_s=speed)
+        for rank, speed in zip(scarce.ranks, (2e9, 2e8), strict=True)
+    )
+    config = replace(CONFIG, context=replace(CONFIG.context, n_ctx=256, n_ubatch=32, flash_attn="off"))
+    plan = auto._plan(config, replace(scarce, ranks=ranks), in_order=True)
+    first, second = plan.ranks
+    assert first.memory.streamed > second.memory.streamed
+    checked = replace(config, pipeline=replace(config.pipeline, check_memory=True))
+    with pytest.raises(MemoryNeededError):
+        auto._plan(checked, replace(scarce, ranks=ranks), in_order=True)
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two sockets need two CPUs")
 def test_a_rank_for_each_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's CPUs as two sockets."""

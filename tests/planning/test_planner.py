@@ -13,12 +13,12 @@ from support.examples import n_examples
 from support.planning import DRAFT, GB, SMALL, TARGET, check, cluster, fastest, layers_of, node, request
 
 from ggpipe.cluster.links import Link
-from ggpipe.cluster.model_shape import block_head_shape, head_shape
+from ggpipe.cluster.model_shape import ModelShape, block_head_shape, head_shape
 from ggpipe.cluster.recording import BUNDLED, read
 from ggpipe.cluster.spec import NodeSpec
 from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.drafters.eagle import HORIZON
-from ggpipe.errors import UsageError
+from ggpipe.errors import MemoryNeededError, UsageError
 from ggpipe.planning.candidates import CandidateSearch
 from ggpipe.planning.placements import Arrangement, Place, arrangements
 from ggpipe.planning.planner import make_plan
@@ -32,11 +32,19 @@ nodes_strategy = st.lists(
 
 
 @settings(max_examples=n_examples(10, 25), deadline=None)
-@given(nodes_strategy, st.booleans(), st.booleans(), st.booleans())
+@given(
+    nodes_strategy,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.sampled_from([0, 0, 0.5, 3.0]), min_size=5, max_size=5),
+)
 def test_memory_is_never_exceeded(
-    machines: list[tuple[float, int, int]], in_order: bool, has_draft: bool, groups: bool
+    machines: list[tuple[float, int, int]], in_order: bool, has_draft: bool, groups: bool, disks: list[float]
 ) -> None:
-    spec = cluster(*(node(f"node{i}", *machine) for i, machine in enumerate(machines)))
+    """`disks`: speeds in GB/s; 0: unknown, so that nothing is streamed there."""
+    both = enumerate(zip(machines, disks, strict=False))
+    spec = cluster(*(replace(node(f"node{i}", *one), disk_bytes_per_s=disk * GB) for i, (one, disk) in both))
     try:
         plan = make_plan(
             spec,
@@ -273,3 +281,46 @@ def test_users_are_evaluated_by_their_tokens_in_total(mode: Mode) -> None:
         found[users] = plan.best.tokens_per_s
     assert found[1] < (found[None] or 0.0), "prompts take time as well"
     assert found[3] > found[1]
+
+
+@pytest.mark.parametrize("draft", [None, DRAFT], ids=["no draft", "draft"])
+def test_weights_that_do_not_fit_are_streamed(draft: ModelShape | None) -> None:
+    """Machines with 24 GB of memory for 40 GB of weights: slower than with enough, faster than one alone."""
+    machines = [replace(node(f"n{i}", memory_gb=12), disk_bytes_per_s=3 * GB) for i in range(2)]
+    speeds = {}
+    for name, nodes in {
+        "one": machines[:1],
+        "two": machines,
+        "enough": [replace(own, memory_bytes=64 * GB) for own in machines],
+        "unequal": [machines[0], replace(machines[1], disk_bytes_per_s=0.5 * GB)],
+    }.items():
+        spec = cluster(*nodes)
+        plan = make_plan(spec, TARGET, draft, request())
+        check(plan, spec, TARGET)
+        streamed = sum(rank.memory.streamed for rank in plan.ranks)
+        kept = sum(rank.memory.weights for rank in plan.ranks)
+        assert (streamed == 0) == (name == "enough")
+        assert streamed + kept == pytest.approx(TARGET.weight_bytes + (draft.weight_bytes if draft else 0), rel=1e-3)
+        speeds[name] = plan.best.tokens_per_s
+        if name == "unequal" and draft is None:
+            fast, slow = plan.ranks[0], plan.ranks[-1]
+            assert fast.memory.streamed > slow.memory.streamed, "the faster disk reads more"
+    assert speeds["one"] < speeds["unequal"] < 1.03 * speeds["two"], "within which even splits are preferred"
+    assert speeds["two"] < speeds["enough"]
+    spec = cluster(*(replace(own, disk_bytes_per_s=0.0) for own in machines))
+    with pytest.raises(MemoryNeededError, match=r"a plan knows how fast that is .* has disk_gb_per_s"):
+        make_plan(spec, TARGET, draft, request())
+    with pytest.raises(MemoryNeededError):
+        make_plan(cluster(*machines), TARGET, draft, request(streams=False))
+
+
+def test_streaming_is_planned_only_where_it_is_faster() -> None:
+    """A slow machine with memory for all layers, beside a fast one with a slow disk."""
+    roomy, fast = node("roomy", 0.5), replace(node("fast", memory_gb=12), disk_bytes_per_s=0.1 * GB)
+    plan = make_plan(cluster(roomy, fast), TARGET, None, request())
+    assert not any(rank.memory.streamed for rank in plan.ranks)
+    quick = replace(fast, disk_bytes_per_s=40 * GB)
+    plan = make_plan(
+        cluster(replace(roomy, bytes_per_s=4 * GB, core_bytes_per_s=4 * GB), quick), TARGET, None, request()
+    )
+    assert any(rank.memory.streamed for rank in plan.ranks)

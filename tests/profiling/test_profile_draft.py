@@ -31,7 +31,8 @@ from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import facts_of
 from ggpipe.planning import profile_cache
-from ggpipe.sim.virtual_cluster import VirtualPlacement, build, stage_cost
+from ggpipe.sim.stage_costs import stage_cost
+from ggpipe.sim.virtual_cluster import VirtualPlacement, build
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 FACTS = ModelFacts(

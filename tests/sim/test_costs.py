@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ggpipe.cluster.profile import Point
-from ggpipe.sim.costs import MeasuredCost, Roofline
+from ggpipe.sim.costs import MeasuredCost, Roofline, StreamedCost
 
 ROOFLINE = Roofline(
     weight_bytes=10e9, cell_bytes=1e5, token_flop=20e9, bytes_per_s=50e9, flop_per_s=500e9, fixed_s=1e-3
@@ -120,3 +120,15 @@ def test_rising_times_stay_rising(times: list[float], rows: int, more: int, past
     )
     assert cost.seconds(rows, past) <= cost.seconds(more, past) + 1e-9
     assert cost.seconds(rows, past) <= cost.seconds(rows, more_past) + 1e-9
+
+
+def test_weights_are_read_while_others_are_computed_with() -> None:
+    cost = StreamedCost(in_memory=ROOFLINE, run_bytes=2e9, expert_bytes=0, untouched=0, bytes_per_s=2e9)
+    assert cost.seconds(1, 0) == cost.seconds(8, 0) == 1.0, "rows are free while the disk is it"
+    assert cost.seconds(100, 0) == ROOFLINE.seconds(100, 0)
+
+
+def test_experts_are_read_once_it_is_known_which() -> None:
+    cost = StreamedCost(in_memory=ROOFLINE, run_bytes=0, expert_bytes=4e9, untouched=0.75, bytes_per_s=2e9)
+    for rows in (1, 2, 8):
+        assert cost.seconds(rows, 0) - ROOFLINE.seconds(rows, 0) == pytest.approx(2 * (1 - 0.75**rows))

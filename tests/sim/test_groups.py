@@ -19,7 +19,8 @@ from ggpipe.errors import UsageError
 from ggpipe.sim.groups import GroupCost, group_cost
 from ggpipe.sim.limits import Sizes
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
-from ggpipe.sim.virtual_cluster import StageSpec, VirtualCluster, build, placement_of, stage_cost, with_splits
+from ggpipe.sim.stage_costs import stage_cost
+from ggpipe.sim.virtual_cluster import StageSpec, VirtualCluster, build, placement_of, with_splits
 from ggpipe.stats.records import RequestStats
 
 LATENCY_S, BYTES_PER_S = 30e-6, 1.25e9

@@ -16,7 +16,8 @@ from ggpipe.config.layer_split import LayerSplit
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim.costs import MeasuredCost, Roofline
-from ggpipe.sim.virtual_cluster import VirtualPlacement, build, placement_of, stage_cost, threads_of, with_splits
+from ggpipe.sim.stage_costs import stage_cost
+from ggpipe.sim.virtual_cluster import VirtualPlacement, build, placement_of, threads_of, with_splits
 
 TARGET = even_shape(
     name="target", n_layer=8, weight_bytes=40e9, parameters=70e9, n_embd=8192, cell_bytes=320e3, n_vocab=32000

@@ -69,6 +69,7 @@ def check(profile: Profile, model: Path, layers: tuple[int, int]) -> None:
         assert rank.cores >= 1
         assert rank.memory_bytes > 1 << 20
         assert rank.memory_bytes_per_s > 0
+        assert rank.disk_bytes_per_s > 0
         assert rank.overheads.run_s > 0
         assert rank.overheads.event_s > 0
         assert rank.overheads.poll_s > 0

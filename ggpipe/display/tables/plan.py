@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from ggpipe.config.layer_split import text_of
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.layout import layer_range
 from ggpipe.display.files import write_json
-from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits
+from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, streamed_text, three_digits
 from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
 from ggpipe.launch.hostfile import hostfile_lines
@@ -68,6 +69,7 @@ def print_plan(
         _ranks_table(plan, console.width),
         Text(),
         _modes_table(plan, console.width),
+        *map(Text, _streamed_line(plan)),
         *map(Text, _draft_line(plan)),
         *map(Text, _choice(made)),
         *map(Text, _reasons(spec, plan)),
@@ -232,6 +234,15 @@ def _modes_table(plan: Plan, width: int) -> RenderableType:
         width,
         _GAP,
     )
+
+
+def _streamed_line(plan: Plan) -> list[str]:
+    """Which weights are not in memory."""
+    streamed = Counter[str]()
+    for rank in plan.ranks:
+        if rank.memory.streamed:
+            streamed[rank.node] += round(rank.memory.streamed)
+    return ["", streamed_text(streamed)] if streamed else []
 
 
 def _draft_line(plan: Plan) -> list[str]:

@@ -44,6 +44,7 @@ def _ranks_table(profile: Profile, width: int) -> Table:
         Column("threads", lines(_threads(r) for r in ranks), 5),
         Column("RAM", lines(human_bytes(r.memory_bytes) for r in ranks), 6),
         Column("read/s", lines(human_bytes(r.memory_bytes_per_s) for r in ranks), 1),
+        Column("disk/s", lines(human_bytes(r.disk_bytes_per_s or None) for r in ranks), 2),
         Column("layers", lines(layer_range(r.layers) for r in ranks), 3),
         Column("weights", lines(human_bytes(r.weight_bytes) for r in ranks), 7),
     ]

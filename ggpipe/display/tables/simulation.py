@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.config.speculation import Mode
 from ggpipe.display.files import csv_text, write_json, write_text
-from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits
+from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, streamed_text, three_digits
 from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
 from ggpipe.display.tables.summary import ranks_table, request_object
@@ -144,6 +145,11 @@ def _heading(spec: SimulationSpec, swept: Collection[str]) -> list[str]:
         request.append(f"output of {n_predict}")
         request += _agreements(spec, tokens, swept)
     lines = [spec.cluster.title, models, ", ".join(request)]
+    if streamed_bytes := spec.streamed_bytes:
+        streamed = Counter[str]()
+        for node, n_bytes in zip(spec.placement.node_of, streamed_bytes, strict=True):
+            streamed[spec.cluster.nodes[node].name] += round(n_bytes)
+        lines.append(streamed_text(+streamed))
     if spec.traffic is not None:
         lines.append(_traffic(spec.traffic, swept))
     return lines
