@@ -318,7 +318,7 @@ class CandidateSearch:
         streams = whole.kv + draft_bytes < sum(map(self._usable, nodes))
         anyway = ", or start the ranks anyway: weights that do not fit are then read from the file for each token"
         if not self._streaming:
-            anyway += " (a plan knows how fast that is where the cluster file or the profile has disk_gb_per_s)"
+            anyway += " (to plan that, give disk_gb_per_s in the cluster file, or profile the machines again)"
         return (MemoryNeededError if streams else UsageError)(
             f"{target.name} does not fit: it needs {what} and compute buffers, and the machines have {where}; "
             f"{_gb(left)} are missing: add memory or machines, lower ",

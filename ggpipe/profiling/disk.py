@@ -55,7 +55,7 @@ class _Reader:
             self._file = os.open(path, os.O_RDONLY)
         # in huge pages, as streamed weights: many disks are slow if a request is scattered over small ones
         self._memory = mmap.mmap(-1, _PIECE + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         start = -ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) % _HUGE_PAGE
         self._buffer = memoryview(self._memory)[start : start + _PIECE]

@@ -50,15 +50,9 @@ from ggpipe.transport.profile_messages import (
 
 _N_CTX = stage_timing.LONG_CELLS + 2 * stage_timing.CHUNK_ROWS
 _MEMORY_S, _DISK_S = 0.5, 0.5
-_MEMORY, _DISK, _STOPS, _HALF, _OWN, _SHORT, _LONG = (
-    0.05,
-    0.03,
-    0.05,
-    0.2,
-    0.05,
-    0.4,
-    0.22,
-)  # shares of the target's budget alone
+# shares of the target's budget alone
+_MEMORY, _DISK, _STOPS, _OWN = 0.05, 0.03, 0.05, 0.05
+_HALF, _SHORT, _LONG = 0.2, 0.4, 0.22
 TURN_S = 0.2
 """Duration of a turn. By its end, the waiting ranks poll rarely."""
 _ROWS_IN_TURN = 3
