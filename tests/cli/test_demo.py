@@ -17,7 +17,7 @@ from support.commands import HANG_S, ROOT, ggpipe, mpirun
 
 from ggpipe.llama.bundled import BUNDLED_PAIR
 
-OPENING = "In olden times, when wishing still helped one, there lived a king whose daughters were all beautiful."
+OPENING = "A cat met a fox in the forest, and thought to herself that he was clever."
 ROLES = "3 ranks on this machine: 2 hold the target's layers, 1 runs the draft model."
 SPEEDS = r"With the draft model: [\d.]+ t/s\. Without: [\d.]+ t/s\. ([\d.]+ times as fast|This machine is too busy)"
 HOW = "(Medians of 2 rounds of {n} tokens, with and without in turn.)"
@@ -132,7 +132,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
         "453.9/453.9 MB",
         "A tale by the bundled models, inflated with zeros",
         "Green: draft tokens that the target model accepted.",
-        "In olden times",
+        "A cat met a fox",
         "acceptance",
     )
     last = (

@@ -31,7 +31,7 @@ from ggpipe.options.settings import (
 )
 from ggpipe.stats.records import RequestStats
 
-_OPENING = "In olden times, when wishing still helped one, there lived a king whose daughters were all beautiful."
+_OPENING = "A cat met a fox in the forest, and thought to herself that he was clever."
 _COMPARED_TOKENS = 12
 _ROUNDS = 2
 _SETTLE_S = 0.1  # for the drafter to finish
