@@ -15,17 +15,14 @@ asleep  2, 4 and 8 target ranks and a draft rank whose stages sleep instead of c
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import json
-import random
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,22 +39,19 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.messages import Row, RowLogits, Run
-from ggpipe.engine import wiring
 from ggpipe.engine.active_request import ActiveRequest
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
 from ggpipe.launch.environment import die_with_parent, rank_in_environment
 from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_mixture, inflated_pair
-from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.stage import BoundaryTensors, Outcome
 from ggpipe.stats.records import RequestStats
+from scripts.bench.asleep import N_CTX, sleep_instead
 from scripts.bench.measuring import ITERATIVE, greedy, middle, pin_rank, run_ranks
 from scripts.models.make_pair import Shape, make_pair
 from scripts.models.quantize import quantize
 
-N_CTX, N_PROMPT, N_STARTED = 512, 128, 16
+N_PROMPT, N_STARTED = 128, 16
 MOST_DRAFT_ROWS = 16
 """Rows of the draft's longest runs that are shown; longer ones are prompts."""
 SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project's folder
@@ -83,58 +77,6 @@ SAMPLINGS = {
     "default": SamplingConfig(),
     "all-tokens": SamplingConfig(temp=1, top_k=0, top_p=1, min_p=0),
 }
-
-
-class SleepingStage:
-    """A stage that takes time without using a core. Its next token follows from the last token and its position;
-    the draft gives the same token at a share `agreement` of the positions."""
-
-    def __init__(self, n_layer: int, layers: tuple[int, int], token_s: float, agreement: float) -> None:
-        self.is_first, self.is_last = layers[0] == 0, layers[1] == n_layer
-        self.cut = BoundaryTensors(collections.Counter(), collections.Counter())
-        self.n_ctx = N_CTX
-        self._run_s = token_s * (layers[1] - layers[0]) / n_layer
-        self._agreement = agreement
-        self._cancelled: set[int] = set()
-
-    def decode(self, run: Run, _incoming: object, headroom: int) -> Outcome:
-        """Each further row takes a tenth of the first row's time, as where memory bandwidth is the limit."""
-        if run.cancelled or not run.rows:
-            return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
-        start = time.monotonic()
-        end = start + self._run_s * (1 + 0.1 * (len(run.rows) - 1))
-        while (left := end - time.monotonic()) > 0 and run.id not in self._cancelled:
-            time.sleep(min(left, 1e-3))
-        if run.id in self._cancelled:
-            return Outcome(bytearray(headroom), (), time.monotonic() - start, True)
-        rows = tuple(
-            self._answer(i, row, run.logits_requests[row.logits_request].n)
-            for i, row in enumerate(run.rows)
-            if row.logits_request >= 0
-        )
-        return Outcome(bytearray(headroom + 8192), rows if self.is_last else (), time.monotonic() - start, False)
-
-    def _answer(self, i: int, row: Row, n: int) -> RowLogits:
-        agrees = random.Random(row.pos).random() < self._agreement
-        token = 300 + (31 * row.token + 7 * row.pos + (not agrees)) % 1000
-        return RowLogits(i, tuple(token + k for k in range(n)), (-0.1, *[-5.0 - k for k in range(n - 1)]), 0.0)
-
-    def cancel(self, run_id: int) -> None:
-        """As a stage's."""
-        self._cancelled.add(run_id)
-
-    def close(self) -> None:
-        """As a stage's."""
-
-
-def sleep_instead(agreement: float) -> None:
-    """From now on this rank's stages sleep: 80 ms a token all together, the draft 8 ms."""
-
-    def loader(_config: object, _transport: object, file: ModelFile, layers: tuple[int, int], draft: bool) -> Any:
-        seconds, agrees = (0.008, agreement) if draft else (0.08, 1.0)
-        return lambda _progress: SleepingStage(file.n_layer, layers, seconds, agrees)
-
-    wiring.stage_loader = loader  # type: ignore[assignment]
 
 
 def settings_named(names: list[str]) -> dict[str, SpeculationConfig]:
