@@ -200,7 +200,7 @@ def test_the_tutorial(tmp_path: Path, full: bool) -> None:
         words = shlex.split(command)[1:]
         result = run(*(words if full else put_in(words, {"--seconds": 1})), cwd=tmp_path)
         assert result.returncode == 0, (command, result.stderr)
-    texts = re.findall(r"^ - \"I am.*$", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
+    texts = re.findall(r"^ - \"Take the third.*$", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
     assert len(set(texts)) == 1, "every split and mode writes the same text, and so does the tutorial"
 
 
