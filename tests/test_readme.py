@@ -128,7 +128,7 @@ def test_a_command(command: str, tmp_path: Path) -> None:
 def test_a_conversation(command: str) -> None:
     """Its commands, with one question: there is no terminal."""
     words = put_in(shlex.split(command)[1:], {"-m": TARGET, "-md": DRAFT})
-    assert len(output(*words, "-p", "Once", "-n", 8, "-t", 1)) > 10
+    assert len(output(*words, "-p", "Tell me a tale.", "-n", 8, "-t", 1, "--temp", 0)) > 10
 
 
 @pytest.mark.parametrize("command", FROM_HUB)
@@ -141,7 +141,7 @@ def test_a_model_from_the_hub(command: str, tmp_path: Path, monkeypatch: pytest.
         for (flag, (repo, _, quant)), model in zip(named.items(), (TARGET, DRAFT), strict=False):
             hub.repos[repo] = {f"{flag[1:]}-{quant}.gguf": model.read_bytes()}
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        assert len(output(*words, "-p", "Once", "-n", 8, "-t", 1)) > 10
+        assert len(output(*words, "-p", "Tell me a tale.", "-n", 8, "-t", 1, "--temp", 0)) > 10
 
 
 def test_what_to_expect() -> None:
