@@ -62,8 +62,8 @@ link between them is [local]. They are called server/1 and server/2 (server1/1 a
 target_on or draft_on means a rank on each. `cpu` is the processor of one socket.
 
 Instead of speeds, a node may name a profile from `ggpipe profile`: `profile = "server.json"`, relative to the cluster
-file, and `profile_rank = 0`. Cores, memory, `crowd`, `turns`, [network], [local] and [overheads] come from the profile
-unless the cluster file gives them.
+file, and `profile_rank = 0`. Cores, memory, the disk, `crowd`, `turns`, [network], [local] and [overheads] come from
+the profile unless the cluster file gives them.
 """
 
 from __future__ import annotations

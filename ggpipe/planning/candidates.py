@@ -25,7 +25,7 @@ from ggpipe.sim.stage_costs import stage_cost
 
 _SMALL_DRAFT = 4  # draft tokens for each of the target's runs, about
 _DRAFT_PARTS = 4
-_ROUNDED = 1 + 1e-9
+_ROUNDED = 1 + 1e-9  # ranks that stream use exactly the memory that there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +326,7 @@ class CandidateSearch:
             " or ",
             Setting("n_ubatch"),
             ", or use a smaller model",
-            anyway if streams else "",
+            anyway if streams and self._constraints.streams else "",
         )
 
 

@@ -111,10 +111,7 @@ class SimulationSpec:
         for shape, layout in ((self.target, self.placement.layout), *self._drafts):
             if shape.max_parts == 1 and layout is not None and layout.group_sizes:
                 raise UsageError(f"{shape.name} is not known to work in groups: give each rank its own layers")
-        longest = max(_n_tokens(asked.tokens) for asked in self._asked())
-        n_ctx, n_tokens = self.sizes.n_ctx, longest
-        if self.traffic is not None:
-            n_tokens *= self.traffic.at_a_time
+        n_ctx, longest = self.sizes.n_ctx, self._longest
         if 0 < n_ctx < longest:
             raise UsageError(
                 f"a context of {n_ctx} tokens cannot hold {longest}: raise ",
@@ -125,7 +122,7 @@ class SimulationSpec:
         if self.placement.streamed_bytes:
             return  # by a plan, which has looked at the memory
         needed_bytes = Counter[int]()
-        for node, memory in zip(self.placement.node_of, self._memory(n_ctx or n_tokens), strict=True):
+        for node, memory in zip(self.placement.node_of, self._memory(), strict=True):
             needed_bytes[node] += math.ceil(memory.total)
         for number, own in enumerate(self.cluster.nodes):
             if needed_bytes[number] > own.memory_bytes:
@@ -145,14 +142,18 @@ class SimulationSpec:
         """See `VirtualPlacement`."""
         if self.placement.streamed_bytes or not any(node.disk_bytes_per_s for node in self.cluster.nodes):
             return self.placement.streamed_bytes
-        n_tokens = max(_n_tokens(asked.tokens) for asked in self._asked())
-        n_at_a_time = self.traffic.at_a_time if self.traffic is not None else 1
-        found = tuple(memory.streamed for memory in self._memory(self.sizes.n_ctx or n_at_a_time * n_tokens))
+        found = tuple(memory.streamed for memory in self._memory())
         return found if any(found) else ()
 
-    def _memory(self, n_ctx: int) -> list[Memory]:
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest prompt with its output."""
+        return max(_n_tokens(asked.tokens) for asked in self._asked())
+
+    def _memory(self) -> list[Memory]:
         """Memory of each rank. Those of nodes without enough stream weights, if the speed of their disks is known."""
         placement, nodes = self.placement, self.cluster.nodes
+        n_ctx = self.sizes.n_ctx or self._longest * (self.traffic.at_a_time if self.traffic is not None else 1)
         layout = placement.layout or lay_out(self.target.n_layer, len(placement.target_on), None)
         sizes = n_ctx, self.sizes.n_ubatch, placement.tensor_split
         needs = memory_by_rank(self.target, layout, self._drafts, *sizes)

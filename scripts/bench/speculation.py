@@ -297,7 +297,7 @@ def main() -> int:
         "--streamed",
         type=float,
         metavar="SHARE",
-        help="of the inflated pairs' weights in memory; others are streamed",
+        help="share of the inflated pairs' weights in memory; others are streamed",
     )
     parser.add_argument("--runs", action="store_true", help="also show runs by their rows")
     parser.add_argument("--asleep", action="store_true", help="only the stages that sleep")

@@ -103,6 +103,7 @@ class _Request:
             draft_threads=self._draft_threads if self._draft_threads > 0 else None,
             groups=not (self.context.exact or self.context.flash_attn == "off" or loras.plain or loras.scaled),
             halves=True,
+            streams=not self.context.exact,  # as `EngineConfig.may_stream` for the flags of the plan's command
         )
         sizes = Sizes(n_ctx, self.context.n_batch, self.context.n_ubatch)
         request = PlanRequest(
