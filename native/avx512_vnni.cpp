@@ -1,4 +1,5 @@
 // Kernels for products of quantized weights with AVX-512 VNNI; see products.cpp.
+#include "grid_blocks.h"
 #include "kernels.h"
 #include "tiles.h"
 
@@ -13,6 +14,7 @@ const Kernel * avx512_vnni_kernel([[maybe_unused]] ggml_type type) {
             return &kernel; \
         }
         GGPIPE_FOR_FORMATS(GGPIPE_KERNEL)
+        GGPIPE_FOR_GRID_FORMATS(GGPIPE_KERNEL)
 #undef GGPIPE_KERNEL
         default: return nullptr;
     }

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <set>
 
 namespace ggpipe {
 
@@ -33,12 +34,33 @@ template <class Entry> std::vector<Entry> grid(const Place & place) {
     }
     return entries;
 }
+
+template <class Entry> PackedGrid packed(const Entry * entries, int n) {
+    constexpr int kNumbers = sizeof(Entry), kBits = 16 / kNumbers;
+    const auto * numbers = (const uint8_t *) entries;
+    const std::set<uint8_t> values(numbers, numbers + n * kNumbers);
+    PackedGrid packed{};
+    int field = 0;
+    for (const uint8_t value : values) {
+        packed.values[field] = value;
+        if (kBits == 2) packed.values[4 * field] = value;
+        for (int i = 0; i < n * kNumbers; i++) {
+            if (numbers[i] == value) packed.entries[i / kNumbers] |= field << i % kNumbers * kBits;
+        }
+        field++;
+    }
+    return packed;
+}
 }  // namespace
 
-#define GGPIPE_GRID(TYPE, NAME, ENTRY, ...)                                                                 \
+#define GGPIPE_GRID(TYPE, NAME, ENTRY, N, ...)                                                              \
     template <> const ENTRY * NAME<GGML_TYPE_##TYPE>() {                                                      \
-        static const std::vector<ENTRY> entries = grid<ENTRY>({GGML_TYPE_##TYPE, __VA_ARGS__});               \
+        static const std::vector<ENTRY> entries = grid<ENTRY>({GGML_TYPE_##TYPE, N, __VA_ARGS__});            \
         return entries.data();                                                                                \
+    }                                                                                                         \
+    template <> const PackedGrid & packed_grid<GGML_TYPE_##TYPE>() {                                          \
+        static const PackedGrid grid = packed(NAME<GGML_TYPE_##TYPE>(), N);                                   \
+        return grid;                                                                                          \
     }
 GGPIPE_GRID(IQ2_XXS, eights_of_grid, uint64_t, 256, 2, 3, 8, 0)
 GGPIPE_GRID(IQ2_XS, eights_of_grid, uint64_t, 512, 2, 3, 8, 0)

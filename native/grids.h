@@ -16,4 +16,12 @@ namespace ggpipe {
 template <ggml_type kType> const uint64_t * eights_of_grid();
 template <ggml_type kType> const uint32_t * fours_of_grid();
 
+// The same with 16 bits an entry: 8 fields of 2 bits, or 4 of 4, which tell which of the grid's few values a number is. The
+// highest of 4 bits is 0.
+struct PackedGrid {
+    alignas(64) uint16_t entries[2048];
+    alignas(16) uint8_t values[16];  // by fields; of those of 2 bits, also by four times the field
+};
+template <ggml_type kType> const PackedGrid & packed_grid();
+
 }  // namespace ggpipe

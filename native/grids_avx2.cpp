@@ -10,8 +10,7 @@ const Kernel * avx2_grid_kernel([[maybe_unused]] ggml_type type) {
     switch (type) {
 #define GGPIPE_KERNEL(NAME) \
         case GGML_TYPE_##NAME: return avx2::kernel_with<avx2::NAME>();
-        GGPIPE_KERNEL(IQ2_XXS) GGPIPE_KERNEL(IQ2_XS) GGPIPE_KERNEL(IQ2_S) GGPIPE_KERNEL(IQ3_XXS) GGPIPE_KERNEL(IQ3_S)
-        GGPIPE_KERNEL(IQ1_S) GGPIPE_KERNEL(IQ1_M)
+        GGPIPE_FOR_GRID_FORMATS(GGPIPE_KERNEL)
 #undef GGPIPE_KERNEL
         default: return nullptr;
     }
