@@ -7,10 +7,19 @@
 #define GGPIPE_AVX2 __attribute__((target("avx2,fma,f16c,avxvnni")))
 #define GGPIPE_DOT_BYTES _mm256_dpbusd_avx_epi32
 #define GGPIPE_DOT_PAIRS _mm256_dpwssd_avx_epi32
+#include "quad_grids.h"
 #include "quad_tiles.h"
 
 namespace ggpipe {
-const Kernel * avx_vnni_kernel(ggml_type type, bool is_repacked) { return avx_vnni::kernel_of(type, is_repacked); }
+const Kernel * avx_vnni_kernel(ggml_type type, bool is_repacked) {
+    switch (type) {
+#define GGPIPE_KERNEL(NAME) \
+        case GGML_TYPE_##NAME: return avx_vnni::kernel_with<avx_vnni::NAME>();
+        GGPIPE_FOR_GRID_FORMATS(GGPIPE_KERNEL)
+#undef GGPIPE_KERNEL
+        default: return avx_vnni::kernel_of(type, is_repacked);
+    }
+}
 }  // namespace ggpipe
 #else
 const ggpipe::Kernel * ggpipe::avx_vnni_kernel(ggml_type, bool) { return nullptr; }

@@ -10,12 +10,12 @@
 
 namespace ggpipe {
 
-// The quantized types that there are kernels for, by their names in ggml; those with grids are below. A test may define a shorter list.
+// The quantized types that there are kernels for, by their names in ggml, and those with grids. A test may define shorter lists.
 #ifndef GGPIPE_FOR_FORMATS
 #define GGPIPE_FOR_FORMATS(DO) \
     DO(Q8_0) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(IQ4_NL) DO(MXFP4) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(IQ4_XS)
-#endif
 #define GGPIPE_FOR_GRID_FORMATS(DO) DO(IQ2_XXS) DO(IQ2_XS) DO(IQ2_S) DO(IQ3_XXS) DO(IQ3_S) DO(IQ1_S) DO(IQ1_M)
+#endif
 
 constexpr int kChunk = 256;               // columns that are unpacked at a time
 constexpr int kMaxUnits = 16;             // of a chunk; each has a scale

@@ -17,6 +17,9 @@ namespace ggpipe::GGPIPE_QUADS {
 // A chunk of 16 rows of weights, unpacked: eight rows as the lanes of one vector, and eight as those of another.
 template <class Format> struct Tile {
     static constexpr int kUnits = kChunk / Format::kUnit, kFours = Format::kUnit / 4;
+    // By twos, 16 bits may hold the sums of a whole unit where by fours they do not: each part loads all numbers again.
+    static constexpr bool kTwosFit = Format::kSuper && twos_at_once<Format>(kFours) == kFours && dots_at_once<Format>(kFours) < kFours;
+    static constexpr bool kByFours = GGPIPE_QUADS::kByFours<Format> && !kTwosFit;
     V numbers[kUnits][kFours][2], sizes[Format::kSigned ? kUnits : 1][kFours][2];  // without their signs
     F scales[kUnits][2], minima[kUnits][2];
     V integers[kUnits][2];  // kSuper: scales as pairs of 16-bit numbers
@@ -27,7 +30,7 @@ template <class Format> struct Tile {
         if constexpr (Format::kSuper) {
             Format::read(from, blocks[half]);
             for (int i = 0; i < kUnits / 2; i++) {
-                for (int j = 0; j < 2; j++) integers[2 * i + j][half] = one_of_pairs<kByFours<Format>>(blocks[half].scales[i], j);
+                for (int j = 0; j < 2; j++) integers[2 * i + j][half] = one_of_pairs<kByFours>(blocks[half].scales[i], j);
             }
             Format::unpack(from, [&](int u, const V * fours) GGPIPE_AVX2 GGPIPE_INLINE { fill(half, u, fours, prefetch); });
         } else {
@@ -47,7 +50,7 @@ template <class Format> struct Tile {
     }
 
     // How many products with four columns fit where they are added up: in 16 bits, unless kSigned, or kByFours without kSuper.
-    static constexpr int fours_at_once() { return kByFours<Format> ? dots_at_once<Format>(kFours) : twos_at_once<Format>(kFours); }
+    static constexpr int fours_at_once() { return kByFours ? dots_at_once<Format>(kFours) : twos_at_once<Format>(kFours); }
     GGPIPE_AVX2 GGPIPE_INLINE static V four_columns(const Numbers<Format> & x, int u, int four) {  // in all lanes
         int32_t columns;
         memcpy(&columns, x.numbers + u * Format::kUnit + 4 * four, sizeof columns);
@@ -75,7 +78,7 @@ template <class Format> struct Tile {
                             V to;
                             GGPIPE_UNROLLED(i, kAtOnce) {
                                 const int four = part * kAtOnce + i;
-                                add_products<kByFours<Format>>(numbers[u][four][half], four_columns(*x[r], u, four), i == 0, to);
+                                add_products<kByFours>(numbers[u][four][half], four_columns(*x[r], u, four), i == 0, to);
                             }
                             totals[r][half] = with_pairs(totals[r][half], to, integers[u][half]);
                             in_this_order(totals[r][half]);
@@ -94,7 +97,7 @@ template <class Format> struct Tile {
                                 const V added = signed_products(numbers[u][four][half], sizes[u][four][half], in_all);
                                 sum = i ? sum_of(sum, added) : added;
                             } else {
-                                add_products<kByFours<Format>>(numbers[u][four][half], in_all, i == 0, sum);
+                                add_products<kByFours>(numbers[u][four][half], in_all, i == 0, sum);
                             }
                             in_this_order(sum);
                         }
@@ -104,7 +107,7 @@ template <class Format> struct Tile {
                     GGPIPE_UNROLLED(half, 2) {
                         if constexpr (Format::kSuper) {
                             totals[r][half] = with_pairs(totals[r][half], to[r][half], integers[u][half]);
-                        } else if constexpr (Format::kSigned || kByFours<Format>) {
+                        } else if constexpr (Format::kSigned || kByFours) {
                             products[r][half] = to[r][half];
                         } else {
                             const V added = _mm256_madd_epi16(to[r][half], _mm256_set1_epi16(1));

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include <immintrin.h>
@@ -26,6 +27,7 @@ GGPIPE_AVX2 inline __m256i bytes_dot(__m256i sum, __m256i a, __m256i b) {
 GGPIPE_AVX2 inline __m256i pairs_dot(__m256i sum, __m256i a, __m256i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 }  // namespace ggpipe::GGPIPE_QUADS
 
+#include "quad_grids.h"
 #include "quad_tiles.h"
 
 using namespace ggpipe;
@@ -35,6 +37,7 @@ struct Type {
     const char * name;
     ggml_type type;
     int block, bytes, group;
+    const Kernel * kernel;
 };
 
 // Results of all rows of activations, or of none where a row's bits depend on the number of rows.
@@ -79,8 +82,21 @@ std::vector<uint8_t> repacked(const std::vector<uint8_t> & weights, size_t n_row
     return all;
 }
 
+// Where a block's scale is, and how many bytes not to change: some more, or all that it is a part of.
+std::pair<size_t, size_t> scale_of(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q6_K: return {208, 2};
+        case GGML_TYPE_Q3_K: return {108, 2};
+        case GGML_TYPE_Q2_K: return {80, 4};
+        case GGML_TYPE_IQ1_M: return {48, 8};
+        case GGML_TYPE_MXFP4: return {0, 1};
+        default: return {0, 4};
+    }
+}
+
 bool equal(const Type & type) {
-    const Kernel & ours = *stand_ins::kernel_of(type.type, false), & other = *avx2_kernel(type.type, false);
+    const Kernel * other_kernel = avx2_kernel(type.type, false);
+    const Kernel & ours = *type.kernel, & other = *(other_kernel ? other_kernel : avx2_grid_kernel(type.type));
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     for (int64_t n_columns : {256, type.block == 32 ? 544 : 768}) {
@@ -93,10 +109,10 @@ bool equal(const Type & type) {
                 for (auto & value : x) value = pattern ? (random() % 8 ? 1 : -1) : normal(random);
                 if (pattern) {
                     static constexpr uint8_t kBytes[] = {0xff, 0x7f, 0x80, 0x88, 0x00};
-                    const int at = type.type == GGML_TYPE_Q6_K ? 208 : type.type == GGML_TYPE_Q3_K ? 108 : type.type == GGML_TYPE_Q2_K ? 80 : 0;
+                    const auto [at, n_bytes] = scale_of(type.type);
                     const size_t size = type.bytes * type.group;
                     for (size_t i = 0; i < weights.size(); i++) {
-                        const bool is_scale = i % size >= size_t(at * type.group) && i % size < size_t((at + (type.type == GGML_TYPE_MXFP4 ? 1 : 4)) * type.group);
+                        const bool is_scale = i % size >= at * type.group && i % size < (at + n_bytes) * type.group;
                         if (!is_scale) weights[i] = kBytes[pattern - 1];
                     }
                     for (int64_t i = 0; i < n_columns * 3; i++) x[i] = i < n_columns ? 1 : -1;
@@ -121,8 +137,9 @@ bool equal(const Type & type) {
 
 int main() {
     const Type types[] = {
-#define GGPIPE_TYPE(NAME) {#NAME, GGML_TYPE_##NAME, stand_ins::NAME::kBlock, stand_ins::NAME::kBytes, stand_ins::NAME::From::kGroup},
+#define GGPIPE_TYPE(NAME) {#NAME, GGML_TYPE_##NAME, stand_ins::NAME::kBlock, stand_ins::NAME::kBytes, stand_ins::NAME::From::kGroup, stand_ins::kernel_with<stand_ins::NAME>()},
         GGPIPE_FOR_FORMATS(GGPIPE_TYPE)
+        GGPIPE_FOR_GRID_FORMATS(GGPIPE_TYPE)
     };
     for (const Type & type : types) printf("%s: %s\n", type.name, equal(type) ? "equal" : "different");
 }

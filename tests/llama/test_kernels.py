@@ -93,13 +93,17 @@ def test_avx_vnni_gives_the_bits_of_avx2(tmp_path: Path, full: bool) -> None:
     spec = find_spec("llama_cpp")
     assert spec
     assert spec.submodule_search_locations
-    ggml = Path(spec.submodule_search_locations[0]).parent / "include"
-    sources = [ROOT / "tests" / "llama" / "kernels.cpp", ROOT / "native" / "avx2.cpp"]
-    flags = ["-std=c++17", "-Og", "-Wno-psabi", f"-I{ROOT / 'native'}", f"-I{ggml}"]
-    kinds = [*REPACKED, *PLAIN, Type.Q2_K] if full else OF_EACH_KIND
-    flags.append(f"-DGGPIPE_FOR_FORMATS(DO)={' '.join(f'DO({kind.name})' for kind in kinds)}")
-    subprocess.run(["c++", *flags, *sources, "-o", tmp_path / "kernels"], check=True, timeout=HANG_S)
+    package = Path(spec.submodule_search_locations[0])
+    names = ("avx2.cpp", "grids.cpp", "grids_avx2.cpp")
+    sources = [ROOT / "tests" / "llama" / "kernels.cpp", *(ROOT / "native" / name for name in names)]
+    flags = ["-std=c++17", "-Og", "-Wno-psabi", f"-I{ROOT / 'native'}", f"-I{package.parent / 'include'}"]
+    kinds, grids = ((*REPACKED, *PLAIN, Type.Q2_K), GRIDS) if full else (OF_EACH_KIND, (Type.IQ3_S,))
+    for name, some in (("FORMATS", kinds), ("GRID_FORMATS", grids)):
+        flags.append(f"-DGGPIPE_FOR_{name}(DO)={' '.join(f'DO({kind.name})' for kind in some)}")
+    libraries = [f"-L{package / 'lib'}", f"-Wl,-rpath,{package / 'lib'}", "-lggml-base"]
+    command = ["c++", *flags, *sources, *libraries, "-o", tmp_path / "kernels"]
+    subprocess.run(command, check=True, timeout=HANG_S)
     done = subprocess.run([tmp_path / "kernels"], capture_output=True, text=True, check=True, timeout=HANG_S)
     lines = done.stdout.splitlines()
-    assert len(lines) == len(kinds)
+    assert len(lines) == len(kinds) + len(grids)
     assert [line for line in lines if not line.endswith(": equal")] == []
