@@ -9,10 +9,7 @@ const Kernel * avx512_vnni_kernel([[maybe_unused]] ggml_type type) {
 #ifdef __x86_64__
     switch (type) {
 #define GGPIPE_KERNEL(NAME) \
-        case GGML_TYPE_##NAME: { \
-            static constexpr Kernel kernel{"AVX-512 VNNI", NAME::From::kGroup > 1, kLanes, kChunk, quantize<NAME>, multiply<NAME>}; \
-            return &kernel; \
-        }
+        case GGML_TYPE_##NAME: return avx512_vnni::kernel_with<avx512_vnni::NAME>("AVX-512 VNNI");
         GGPIPE_FOR_FORMATS(GGPIPE_KERNEL)
         GGPIPE_FOR_GRID_FORMATS(GGPIPE_KERNEL)
 #undef GGPIPE_KERNEL

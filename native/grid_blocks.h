@@ -1,14 +1,13 @@
 // Formats whose numbers come from grids (grids.h), for tiles.h.
 //
-// An entry is packed in 16 bits, and two instructions look up 32 of them in 64. For 256 entries, that takes a quarter of the time
-// of 32 loads.
+// An entry is packed in 16 bits, and one instruction looks 32 indices up in 64 entries.
 #pragma once
 
 #ifdef __x86_64__
 #include "grids.h"
 #include "superblocks.h"
 
-namespace ggpipe {
+namespace ggpipe::GGPIPE_TILES {
 
 // The entries of two indices in each lane.
 template <int n> GGPIPE_TARGET GGPIPE_INLINE inline __m512i entries_of(const uint16_t * entries, __m512i indices) {
@@ -97,7 +96,7 @@ template <class Format, int kEntries, int kWords, int kUnitColumns> struct OfGri
                     } else {
                         const int byte = i / 2 * 2;
                         const U four = bytes_of(entries[i % 2], byte, byte, byte + 1, byte + 1);
-                        numbers[4 * word + i] = looked_up(values, chosen(0x00ff00ff, four, four >> 4));
+                        numbers[4 * word + i] = looked_up(values, chosen(0x00ff00ff, four, four >> 4));  // bits 4 to 6 do not count
                     }
                 }
             }
@@ -256,5 +255,5 @@ struct IQ1_M : OneBitGrid<IQ1_M, 16> {
     }
 };
 
-}  // namespace ggpipe
+}  // namespace ggpipe::GGPIPE_TILES
 #endif

@@ -48,6 +48,7 @@ struct Kernel {
 const Kernel * avx512_vnni_kernel(ggml_type type);
 const Kernel * avx_vnni_kernel(ggml_type type, bool is_repacked);
 const Kernel * avx2_kernel(ggml_type type, bool is_repacked);
+const Kernel * avx512_grid_kernel(ggml_type type);
 const Kernel * avx2_grid_kernel(ggml_type type);
 const Kernel * avx512_bf16_kernel(ggml_type type);
 const Kernel * avx512_float_kernel(ggml_type type);

@@ -13,9 +13,13 @@
 #include "kernels.h"
 #include "vectors.h"
 
+#ifndef GGPIPE_TILES
+#define GGPIPE_TILES avx512_vnni
 #define GGPIPE_TARGET __attribute__((target("arch=x86-64-v4,avx512vnni")))
+#define GGPIPE_DOT_BYTES _mm512_dpbusd_epi32
+#endif
 
-namespace ggpipe {
+namespace ggpipe::GGPIPE_TILES {
 
 constexpr int kLanes = 16;  // rows that are unpacked at a time
 using F = Floats<kLanes>;
@@ -130,5 +134,5 @@ class Eights {
     const uint8_t * a_, * b_;  // lanes 0 to 7, and 8 to 15
 };
 
-}  // namespace ggpipe
+}  // namespace ggpipe::GGPIPE_TILES
 #endif

@@ -1,5 +1,5 @@
-// Products of weights: quantized ones on CPUs with AVX2 or AVX-VNNI (quad_tiles.h) or AVX-512 VNNI (tiles.h), floats on CPUs
-// with AVX2 or AVX-512 (float_tiles.h).
+// Products of weights: quantized ones on CPUs with AVX2 or AVX-VNNI (quad_tiles.h) or AVX-512 (tiles.h; without VNNI only some), floats
+// on CPUs with AVX2 or AVX-512 (float_tiles.h).
 //
 // ggml reads and unpacks a matrix again for each row or two of a run, so two rows take twice as long as one. Here a tile of
 // weights, 8 or 16 rows by 256 columns, is unpacked once, and all rows of activations are multiplied with it while it is in
@@ -25,10 +25,11 @@ namespace ggpipe {
 
 const Kernel * kernel_for(ggml_type type, bool is_repacked, const CpuFeatures & cpu) {
     const auto fitting = [&](bool can, const Kernel * kernel) { return can && kernel && kernel->is_repacked == is_repacked ? kernel : nullptr; };
-    // AVX-512 without VNNI takes AVX2's tiles. 512 bits would need three instructions for what is one with VNNI, and would not do for
-    // numbers of 8 bits.
+    // But for grids, AVX-512 without VNNI takes AVX2's tiles. 512 bits would need three instructions for what is one with VNNI, and
+    // would not do for numbers of 8 bits.
     if (const Kernel * kernel = fitting(cpu.avx512_vnni, avx512_vnni_kernel(type))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx_vnni, avx_vnni_kernel(type, is_repacked))) return kernel;
+    if (const Kernel * kernel = fitting(cpu.avx512, avx512_grid_kernel(type))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx2, avx2_kernel(type, is_repacked))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx2, avx2_grid_kernel(type))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx512_bf16, avx512_bf16_kernel(type))) return kernel;

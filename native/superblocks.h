@@ -4,7 +4,7 @@
 #ifdef __x86_64__
 #include "weights.h"
 
-namespace ggpipe {
+namespace ggpipe::GGPIPE_TILES {
 
 GGPIPE_TARGET GGPIPE_INLINE inline I byte_of(const U * words, int i) { return (I) (words[i / 4] >> i % 4 * 8 & 255); }
 GGPIPE_TARGET GGPIPE_INLINE inline I signed_byte_of(const U * words, int i) { return (I) (words[i / 4] << (24 - i % 4 * 8)) >> 24; }
@@ -191,5 +191,5 @@ struct Q2_K : Super<Eights> {
     }
 };
 
-}  // namespace ggpipe
+}  // namespace ggpipe::GGPIPE_TILES
 #endif

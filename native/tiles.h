@@ -1,4 +1,4 @@
-// Tiles of weights times quantized activations, with AVX-512 VNNI; see products.cpp. Each lane of a vector has its own row of
+// Tiles of weights times quantized activations, with AVX-512; see products.cpp. Each lane of a vector has its own row of
 // weights.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 #include "superblocks.h"
 
-namespace ggpipe {
+namespace ggpipe::GGPIPE_TILES {
 
 constexpr int kMaxRows = 8;  // of activations at a time
 
@@ -111,7 +111,7 @@ template <class Format, int R> struct Sums {
         GGPIPE_UNROLLED(step, kSteps) {
             __m512i numbers = (__m512i) weights[step];
             if constexpr (kScalesNumbers) numbers = _mm512_mullo_epi16(numbers, (__m512i) (scale | scale << 16));
-            GGPIPE_UNROLLED(r, R) products[r] = _mm512_dpbusd_epi32(products[r], numbers, x.four(r, u * kSteps + step));
+            GGPIPE_UNROLLED(r, R) products[r] = GGPIPE_DOT_BYTES(products[r], numbers, x.four(r, u * kSteps + step));
         }
         GGPIPE_UNROLLED(r, R) add(r, u, (I) products[r], scale);
         if (!kMinimaLast) add_minimum(u, minimum);
@@ -265,5 +265,10 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
     }
 }
 
-}  // namespace ggpipe
+template <class Format> const Kernel * kernel_with(const char * name) {
+    static const Kernel kernel{name, Format::From::kGroup > 1, kLanes, kChunk, quantize<Format>, multiply<Format>};
+    return &kernel;
+}
+
+}  // namespace ggpipe::GGPIPE_TILES
 #endif

@@ -4,7 +4,7 @@
 #ifdef __x86_64__
 #include "lanes.h"
 
-namespace ggpipe {
+namespace ggpipe::GGPIPE_TILES {
 
 // Bits 0 to 3 of each lane, as the fifth bits of four bytes.
 GGPIPE_TARGET GGPIPE_INLINE inline U fifth_bits(U bits) { return ((bits & 15) * 0x204081 & k1) << 4; }
@@ -189,5 +189,5 @@ struct MXFP4 : Small<Eights> {
     }
 };
 
-}  // namespace ggpipe
+}  // namespace ggpipe::GGPIPE_TILES
 #endif
