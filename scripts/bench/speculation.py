@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ MOST_DRAFT_ROWS = 16
 """Rows of the draft's longest runs that are shown; longer ones are prompts."""
 SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project's folder
 PROMPTS = Path(__file__).parents[2] / "prompts"
-TEXTS = tuple(PROMPTS / f"{name}.txt" for name in ("tale", "program", "chat"))
+TEXTS = ("tale", "program", "chat")
+"""Prompts of the inflated pairs. What follows the last two ends after 73 and 37 tokens, and then repeats itself."""
 QUOTED = PROMPTS / "long.txt"
 _MOST_REPEATS = 16
 SETTINGS = {
@@ -145,14 +146,14 @@ def only(text: str) -> str:
     return f"root ::= {json.dumps(text, ensure_ascii=False)}"
 
 
-def prompt_of(session: Session, i: int, texts: bool, quoted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+def prompt_of(session: Session, i: int, texts: list[str], quoted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """Round i's prompt, and the grammar of its output (empty: none). The prompt is a text to quote and its first
-    tokens, one of TEXTS, or tokens at random."""
+    tokens, one of `texts`, or tokens at random."""
     if quoted:
         n = N_STARTED + i
         return (*quoted, *quoted[:n]), only(b"".join(session.detokenize(quoted[n:])).decode())
     if texts:
-        return session.vocab.tokenize(TEXTS[i % len(TEXTS)].read_text()), ""
+        return session.vocab.tokenize((PROMPTS / f"{texts[i % len(texts)]}.txt").read_text()), ""
     return tuple(300 + 7 * (k + 11 * i) % 700 for k in range(N_PROMPT)), ""
 
 
@@ -206,6 +207,7 @@ def job(args: argparse.Namespace) -> int:
                     "runs": counters.speculative_runs, "cancelled": counters.cancelled_runs,
                     "rows": time_by_rows(stats, draft=False), "draft_rows": time_by_rows(stats, draft=True),
                     "decode_s": stats.decode_s,
+                    "paused": max(counters.paused_tokens.values(), default=0),
                 })  # fmt: skip
         print(json.dumps(results))
         return 0
@@ -222,24 +224,25 @@ def bench(
     names: list[str],
     n_target: int = 2,
     agreement: float | None = None,
-    texts: bool = False,
+    texts: Sequence[str] = (),
     quotes: bool = False,
     runs_shown: bool = False,
     sampling: str = "greedy",
     streamed: float | None = None,
 ) -> None:
-    """One pair of models, all settings. With an `agreement`, stages only sleep; with `texts`, prompts are real text,
+    """One pair of models, all settings. With an `agreement`, stages only sleep; with `texts`, prompts are these,
     with `quotes`, text that is in the prompt already. With `runs_shown`, a second table has runs by their rows. With
     `streamed`, target ranks keep that share of their weights and read the rest for each run."""
     command: list[object] = [*SCRIPT, *names, "--job", target, draft, "--rounds", rounds, "-n", n_predict]
     command += ["--targets", n_target, *([] if agreement is None else ["--agreement", agreement])]
-    command += ["--texts"] * texts + ["--quotes"] * quotes + ["--sampling", sampling]
+    command += ["--quotes"] * quotes + ["--sampling", sampling, "--texts", *texts]
     command += [] if streamed is None else ["--streamed", streamed]
     results = [r for r in run_ranks(n_target + 1, command) if r["round"] > 0]  # the first round warms up
     of = {(r["name"], r["round"]): r for r in results}
     shown = list(settings_named(names))
     print(f"\n{title}: {n_predict} tokens, {rounds} rounds")
-    print("  setting                  t/s   x iterative [quartiles]     TTFT x   accepted   a run   cancelled   differ")
+    head = "  setting                  t/s   x iterative [quartiles]     TTFT x"
+    print(f"{head}   accepted   a run   cancelled   paused   differ")
     for name in shown:
         rows = [of[name, i] for i in range(1, rounds + 1)]
         base = [of["iterative", i] for i in range(1, rounds + 1)]
@@ -250,6 +253,7 @@ def bench(
             cancelled = sum(r["cancelled"] for r in rows)
             line += f"   {statistics.median(r['acceptance'] or 0 for r in rows):8.0%}"
             line += f"   {statistics.median(r['per_run'] or 0 for r in rows):5.2f}   {cancelled / runs:9.0%}"
+            line += f"   {sum(r['paused'] for r in rows) / rounds / n_predict:6.0%}"
             line += f"   {sum(r['text'] != b['text'] for r, b in zip(rows, base, strict=True)):6d}"
         print(line, flush=True)
     if runs_shown:
@@ -299,12 +303,14 @@ def main() -> int:
         metavar="SHARE",
         help="share of the inflated pairs' weights in memory; others are streamed",
     )
+    parser.add_argument(
+        "--texts", nargs="*", choices=TEXTS, default=[], help="prompts of the inflated pairs, in turn; default: all"
+    )
     parser.add_argument("--runs", action="store_true", help="also show runs by their rows")
     parser.add_argument("--asleep", action="store_true", help="only the stages that sleep")
     parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--targets", type=int, default=2, help=argparse.SUPPRESS)
     parser.add_argument("--agreement", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--texts", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
         return job(args)
@@ -335,7 +341,8 @@ def main() -> int:
             if args.streamed is not None:  # from a file without holes, or hardly anything would be read
                 target = Path(folder) / "solid.gguf"
                 subprocess.run(("cp", "--sparse=never", pair.target, target), check=True)
-            files, what = (target, draft), {"texts": not quotes, "quotes": quotes, "runs_shown": args.runs}
+            texts = () if quotes else args.texts or TEXTS
+            files, what = (target, draft), {"texts": texts, "quotes": quotes, "runs_shown": args.runs}
             bench(
                 title, *files, args.rounds, args.n, args.settings, **what,
                 sampling=args.sampling, streamed=args.streamed,
