@@ -122,4 +122,4 @@ GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activa
     }
 }
 
-template <class Type> constexpr Kernel kKernel{kName, false, kTile, kNumberBytes<Type>, round_row<Type>, multiply<Type>};
+template <class Type> constexpr Kernel kKernel{kName, false, kTile, kNumberBytes<Type>, round_row<Type>, multiply<Type>, nullptr};

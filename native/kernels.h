@@ -20,6 +20,7 @@ namespace ggpipe {
 constexpr int kChunk = 256;               // columns that are unpacked at a time
 constexpr int kMaxUnits = 16;             // of a chunk; each has a scale
 constexpr int kSpareRows = 1;             // of activations, after the last one: kernels may read them, whatever they hold
+constexpr int kFewestForTwo = 24;         // rows of activations for which `multiply_two` is faster
 constexpr size_t kAhead = 8 << 10;        // bytes between the next tile and what is fetched meanwhile
 
 struct Weights {
@@ -43,6 +44,8 @@ struct Kernel {
     void (*quantize)(const float * x, int64_t row, const Activations & to);
     // The results of `n_lanes` rows of weights, from `first` on, for `n` rows of activations, from `row` on.
     void (*multiply)(const Weights &, int64_t first, const Activations &, int64_t row, size_t n, float * const * to);
+    // The same of twice as many rows of weights, where that is faster for many rows of activations; or nullptr.
+    void (*multiply_two)(const Weights &, int64_t first, const Activations &, int64_t row, size_t n, float * const * to);
 };
 // nullptr: none. Only Q2_K has kernels for both layouts.
 const Kernel * avx512_vnni_kernel(ggml_type type);

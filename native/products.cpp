@@ -196,7 +196,11 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
             }
         }
     }
-    const int64_t n_tiles = (weights->ne[1] + kernel.n_lanes - 1) / kernel.n_lanes, n_items = n_tiles * n_uses;
+    const size_t n_rows = ids ? ids->ne[0] * ids->ne[1] : node->ne[1] * node->ne[2];
+    const bool by_two = kernel.multiply_two && n_rows >= kFewestForTwo * n_uses;
+    const auto multiply = by_two ? kernel.multiply_two : kernel.multiply;
+    const int n_lanes = kernel.n_lanes * (by_two ? 2 : 1);
+    const int64_t n_tiles = (weights->ne[1] + n_lanes - 1) / n_lanes, n_items = n_tiles * n_uses;
     const int64_t step = std::max<int64_t>(1, n_items / (8 * n_threads));
     static thread_local QuantizedMemory memory;  // for the rows of an expert, which lie apart
     size_t gathered_for = n_uses;
@@ -214,8 +218,8 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
             const auto matrix_of = [&](int32_t i) { return (const uint8_t *) weights->data + i * weights->nb[2]; };
             const Weights matrix{matrix_of(use.matrix), weights->ne[1], weights->nb[1],
                                  i + 1 < n_uses ? matrix_of(uses[i + 1].matrix) : (const uint8_t *) next->data};
-            kernel.multiply(matrix, item % n_tiles * kernel.n_lanes, is_gathered ? in_a_row : activations, is_gathered ? 0 : row,
-                            use.rows.size(), use.to.data());
+            multiply(matrix, item % n_tiles * n_lanes, is_gathered ? in_a_row : activations, is_gathered ? 0 : row, use.rows.size(),
+                     use.to.data());
         }
     }
 }

@@ -240,7 +240,7 @@ template <class Format> struct WithoutSigns : Format {
 template <class Numbered> const Kernel * kernel_with() {
     using Format = std::conditional_t<kDots && Numbered::kSigned, WithoutSigns<Numbered>, Numbered>;
     static constexpr Kernel kernel{kDots ? "AVX-VNNI" : "AVX2", Format::From::kGroup > 1, kTileRows, sizeof(Numbers<Format>),
-                                   quantize<Format>, multiply<Format>};
+                                   quantize<Format>, multiply<Format>, nullptr};
     return &kernel;
 }
 inline const Kernel * kernel_of(ggml_type type, bool is_repacked) {

@@ -87,50 +87,61 @@ struct Chunk {
     }
 };
 
-// Results of some rows of activations, while they are multiplied with a tile.
-template <class Format, int R> struct Sums {
+// Results of R rows of activations, while they are multiplied with T tiles.
+template <class Format, int R, int T = 1> struct Sums {
     using Scale = typename Format::Scale;
     static constexpr int kSteps = Format::kUnit / 4;
     // Whether minima come after all products: blocks of one unit have no other order, and many rows leave no registers.
     static constexpr bool kMinimaLast = Format::kHasMinima && (R == kMaxRows || !Format::kSuper);
     static constexpr bool kScalesNumbers = Format::kScalesAreSmall && R > 2;
     const Chunk x;
-    Line * lines;
-    F sums[R];
-    I integers[R] = {};  // of a block, without its scale
+    Line (*lines)[T];
+    F sums[R][T];
+    I integers[R][T] = {};  // of a block, without its scale
 
-    GGPIPE_TARGET GGPIPE_INLINE Sums(const Activations & a, int64_t chunk, int64_t row, Line * lines)
+    GGPIPE_TARGET GGPIPE_INLINE Sums(const Activations & a, int64_t chunk, int64_t row, Line (*lines)[T])
         : x(a, chunk * a.n_rows + row), lines(lines) {
-        for (int r = 0; r < R; r++) memcpy(&sums[r], &lines[r], sizeof sums[r]);
+        memcpy(sums, lines, sizeof sums);
     }
-    GGPIPE_TARGET GGPIPE_INLINE void add(int u, const U * weights, Scale scale, F minimum) {
-        __m512i products[R];
+    GGPIPE_TARGET GGPIPE_INLINE void add(int u, const U (*weights)[T], const Scale (&scale)[T], const F (&minimum)[T]) {
+        __m512i products[R][T];
         GGPIPE_UNROLLED(r, R) {
-            products[r] = kScalesNumbers ? (__m512i) integers[r] : _mm512_set1_epi32(x.starts[r * kMaxUnits + u]);
+            const __m512i start = _mm512_set1_epi32(x.starts[r * kMaxUnits + u]);
+            GGPIPE_UNROLLED(t, T) products[r][t] = kScalesNumbers ? (__m512i) integers[r][t] : start;
         }
         GGPIPE_UNROLLED(step, kSteps) {
-            __m512i numbers = (__m512i) weights[step];
-            if constexpr (kScalesNumbers) numbers = _mm512_mullo_epi16(numbers, (__m512i) (scale | scale << 16));
-            GGPIPE_UNROLLED(r, R) products[r] = GGPIPE_DOT_BYTES(products[r], numbers, x.four(r, u * kSteps + step));
+            __m512i numbers[T];
+            GGPIPE_UNROLLED(t, T) {
+                numbers[t] = (__m512i) weights[step][t];
+                if constexpr (kScalesNumbers) numbers[t] = _mm512_mullo_epi16(numbers[t], (__m512i) (scale[t] | scale[t] << 16));
+            }
+            GGPIPE_UNROLLED(r, R) {
+                const __m512i four = x.four(r, u * kSteps + step);
+                GGPIPE_UNROLLED(t, T) products[r][t] = GGPIPE_DOT_BYTES(products[r][t], numbers[t], four);
+            }
         }
-        GGPIPE_UNROLLED(r, R) add(r, u, (I) products[r], scale);
+        GGPIPE_UNROLLED(r, R) {
+            GGPIPE_UNROLLED(t, T) add(r, u, (I) products[r][t], scale[t], t);
+        }
         if (!kMinimaLast) add_minimum(u, minimum);
     }
-    GGPIPE_TARGET GGPIPE_INLINE void add_minimum(int u, F minimum) {
-        for (int r = 0; r < R && Format::kHasMinima; r++) sums[r] = multiply_add(minimum, F{} + x.sums[r * kMaxUnits + u], sums[r]);
+    GGPIPE_TARGET GGPIPE_INLINE void add_minimum(int u, const F (&minimum)[T]) {
+        for (int r = 0; r < R && Format::kHasMinima; r++) {
+            for (int t = 0; t < T; t++) sums[r][t] = multiply_add(minimum[t], F{} + x.sums[r * kMaxUnits + u], sums[r][t]);
+        }
     }
-    GGPIPE_TARGET GGPIPE_INLINE void add(int r, int u, I product, Scale scale) {
-        if constexpr (kScalesNumbers) integers[r] = product;
-        else if constexpr (Format::kSuper) integers[r] += product * scale;
-        else sums[r] = multiply_add(floats(product), scale * x.scales[r * kMaxUnits + u], sums[r]);
+    GGPIPE_TARGET GGPIPE_INLINE void add(int r, int u, I product, Scale scale, int t = 0) {
+        if constexpr (kScalesNumbers) integers[r][t] = product;
+        else if constexpr (Format::kSuper) integers[r][t] += product * scale;
+        else sums[r][t] = multiply_add(floats(product), scale * x.scales[r * kMaxUnits + u], sums[r][t]);
     }
     // After all units: their minima, and the block's scale.
-    GGPIPE_TARGET GGPIPE_INLINE void end(const F * minima, F scale) {
+    GGPIPE_TARGET GGPIPE_INLINE void end(const F (*minima)[T], const F (&scale)[T]) {
         for (int u = 0; u < kChunk / Format::kUnit && kMinimaLast; u++) add_minimum(u, minima[u]);
-        for (int r = 0; r < R; r++) {
-            if constexpr (Format::kSuper) sums[r] = multiply_add(floats(integers[r]), scale * x.scales[r * kMaxUnits], sums[r]);
-            memcpy(&lines[r], &sums[r], sizeof sums[r]);
+        for (int r = 0; r < R && Format::kSuper; r++) {
+            for (int t = 0; t < T; t++) sums[r][t] = multiply_add(floats(integers[r][t]), scale[t] * x.scales[r * kMaxUnits], sums[r][t]);
         }
+        memcpy(lines, sums, sizeof sums);
     }
 };
 
@@ -171,7 +182,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline I added_up(const __m256i fours[4]) {  // of 1
 template <class Format, int R, class Prefetch>
 GGPIPE_TARGET GGPIPE_INLINE inline void add_row_by_row(Sums<Format, R> & sums, Rows from, const Prefetch & prefetch) {
     constexpr int kBlocks = kChunk / Format::kBlock, kUnits = Format::kBlock / Format::kUnit;
-    F scale, minima[kBlocks * kUnits];
+    F scale[1], minima[kBlocks * kUnits][1];
     _Pragma("GCC unroll 1") for (int block = 0; block < kBlocks; block++, from += Format::kBytes) {
         __m256i fours[R][4];
         for (int i = 0; i < 4; i++) {
@@ -183,44 +194,62 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add_row_by_row(Sums<Format, R> & sums, R
                 fours[r][i] = in_halves(rows);
             }
         }
-        scale = Format::scale(from, minima[block]);
+        *scale = Format::scale(from, *minima[block]);
         for (int r = 0; r < R; r++) {
-            if constexpr (Format::kSuper) sums.integers[r] = added_up(fours[r]);
-            else sums.add(r, block, added_up(fours[r]) + sums.x.starts[r * kMaxUnits + block], scale);
+            if constexpr (Format::kSuper) *sums.integers[r] = added_up(fours[r]);
+            else sums.add(r, block, added_up(fours[r]) + sums.x.starts[r * kMaxUnits + block], *scale);
         }
         for (int u = 0; u < kUnits; u++) prefetch(block * kUnits + u);
     }
     sums.end(minima, scale);
 }
 
-// The results of 16 rows of weights, from `first` on, for `n` rows of activations, from `row` on.
-template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n,
-                                                   float * const * to) {
-    constexpr int kUnits = kChunk / Format::kUnit;
-    static thread_local std::vector<Line> kept;
-    kept.assign(n + kSpareRows, Line{});  // results of a spare row are dropped
-    Line * const lines = kept.data();  // each access to a thread_local variable is a call
+// 16 rows of weights, chunk by chunk.
+template <class Format> class Sixteen {
+   public:
     using From = typename Format::From;
-    constexpr int kPieces = kLanes / From::kGroup, kBytes = kChunk / Format::kBlock * Format::kBytes * From::kGroup;  // of a piece
-    constexpr int kUnitBytes = kPieces * kBytes / kUnits;
-    const size_t stride = weights.row_bytes * From::kGroup;
-    uint8_t copies[kPieces][kBytes];  // where there are not enough rows or columns for a tile
-    const int n_rows = std::min<int64_t>(kLanes, weights.n_rows - first);
-    // Into the second cache, in the order of their addresses: a later tile. The CPU does not see the pattern of 16 rows.
-    const size_t n_bytes = weights.n_rows * weights.row_bytes, at = first * weights.row_bytes + kPieces * stride + kAhead;
-    const uint8_t * ahead = at < n_bytes ? weights.data + at : weights.next + (at - n_bytes);
-    const auto prefetch = [&](int u) GGPIPE_TARGET GGPIPE_INLINE {
-        for (int i = 0; i < kUnitBytes; i += 64) __builtin_prefetch(ahead + u * kUnitBytes + i, 0, 2);
-    };
-    for (int64_t chunk = 0; chunk < a.n_chunks; chunk++, ahead += kUnits * kUnitBytes) {
-        const int n_columns = std::min<int64_t>(kChunk, a.n_columns - chunk * kChunk);
-        const uint8_t * data = weights.data + first * weights.row_bytes + chunk * kBytes;
-        From from(data, stride);
-        if (n_columns < kChunk || n_rows < kLanes) {
-            memset(copies, 0, sizeof copies);
-            for (int i = 0; i < n_rows / From::kGroup; i++) memcpy(copies[i], data + i * stride, kBytes * n_columns / kChunk);
-            from = From(copies[0], kBytes);
-        }
+    // `later`: how many rows after these to fetch meanwhile.
+    GGPIPE_TARGET GGPIPE_INLINE Sixteen(const Weights & weights, int64_t first, int later)
+        : n_rows_(std::clamp<int64_t>(weights.n_rows - first, 0, kLanes)), stride_(weights.row_bytes * From::kGroup) {
+        data_ = weights.data + (n_rows_ ? first : 0) * weights.row_bytes;
+        // Into the second cache, in the order of their addresses. The CPU does not see the pattern of 16 rows.
+        const size_t n_bytes = weights.n_rows * weights.row_bytes, at = (first + later) * weights.row_bytes + kAhead;
+        ahead_ = at < n_bytes ? weights.data + at : weights.next + (at - n_bytes);
+    }
+    GGPIPE_TARGET GGPIPE_INLINE From chunk(int64_t chunk, int64_t n_columns) {
+        const int n = std::min<int64_t>(kChunk, n_columns - chunk * kChunk);
+        const uint8_t * data = data_ + chunk * kBytes;
+        if (n == kChunk && n_rows_ == kLanes) return From(data, stride_);
+        memset(copies_, 0, sizeof copies_);
+        for (int i = 0; i < n_rows_ / From::kGroup; i++) memcpy(copies_[i], data + i * stride_, kBytes * n / kChunk);
+        return From(copies_[0], kBytes);
+    }
+    GGPIPE_TARGET GGPIPE_INLINE void prefetch(int64_t chunk, int u) const {
+        constexpr int kUnits = kChunk / Format::kUnit, kUnitBytes = kPieces * kBytes / kUnits;
+        for (int i = 0; i < kUnitBytes; i += 64) __builtin_prefetch(ahead_ + (chunk * kUnits + u) * kUnitBytes + i, 0, 2);
+    }
+    GGPIPE_TARGET GGPIPE_INLINE void store(const Line & results, float * to) const {
+        if (n_rows_ == kLanes) memcpy(to, &results, sizeof results);  // a store, not a call
+        else memcpy(to, &results, n_rows_ * sizeof(float));
+    }
+
+   private:
+    static constexpr int kPieces = kLanes / From::kGroup, kBytes = kChunk / Format::kBlock * Format::kBytes * From::kGroup;  // of a piece
+    const int n_rows_;
+    const size_t stride_;
+    const uint8_t * data_, * ahead_;
+    uint8_t copies_[kPieces][kBytes];  // where there are not enough rows or columns for a tile
+};
+
+// For up to kMaxRows rows of activations: tiles are used as they are unpacked.
+template <class Format> GGPIPE_TARGET void multiply_few(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n,
+                                                       float * const * to) {
+    constexpr int kUnits = kChunk / Format::kUnit;
+    Line lines[kMaxRows + kSpareRows][1] = {};  // results of a spare row are dropped
+    Sixteen<Format> rows(weights, first, kLanes);
+    for (int64_t chunk = 0; chunk < a.n_chunks; chunk++) {
+        const auto from = rows.chunk(chunk, a.n_columns);
+        const auto prefetch = [&](int u) GGPIPE_TARGET GGPIPE_INLINE { rows.prefetch(chunk, u); };
         if constexpr (Format::kRowByRow > 0) {
             if (n <= Format::kRowByRow) {
                 with_count<Format::kRowByRow>(n, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
@@ -230,43 +259,65 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
                 continue;
             }
         }
-        F minima[kUnits];
-        if (n <= kMaxRows) {
-            with_count<kMaxRows>(n, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                Sums<Format, count()> sums(a, chunk, row, lines);
-                const F scale = unpack<Format>(from, [&](int u, const U * numbers, auto scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
-                    sums.add(u, numbers, scale, minimum);
-                    minima[u] = minimum;
-                    prefetch(u);
-                });
-                sums.end(minima, scale);
-            });
-            continue;
-        }
-        U tile[kUnits][Format::kUnit / 4];
-        typename Format::Scale scales[kUnits];
-        const F scale = unpack<Format>(from, [&](int u, const U * numbers, auto scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
-            memcpy(tile[u], numbers, sizeof tile[u]);
-            scales[u] = scale;
-            minima[u] = minimum;
-            prefetch(u);
+        with_count<kMaxRows>(n, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
+            F minima[kUnits][1];
+            Sums<Format, count()> sums(a, chunk, row, lines);
+            const F scale[1] = {unpack<Format>(from, [&](int u, const U * numbers, auto scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
+                *minima[u] = minimum;
+                sums.add(u, (const U (*)[1]) numbers, {scale}, {minimum});
+                prefetch(u);
+            })};
+            sums.end(minima, scale);
         });
+    }
+    for (size_t i = 0; i < n; i++) rows.store(*lines[i], to[i] + first);
+}
+
+// For more rows, with T tiles at a time: activations are loaded once for all of them. For few rows, what unpacks the tiles leaves less
+// in the first cache with two.
+template <class Format, int T> GGPIPE_TARGET void multiply_many(const Weights & weights, int64_t first, const Activations & a, int64_t row,
+                                                               size_t n, float * const * to) {
+    constexpr int kUnits = kChunk / Format::kUnit;
+    struct Lines { Line tiles[T]; };
+    static thread_local std::vector<Lines> kept;
+    kept.assign(n + kSpareRows, Lines{});
+    auto * const lines = (Line (*)[T]) kept.data();  // each access to a thread_local variable is a call
+    const auto later = [&](int t) GGPIPE_TARGET GGPIPE_INLINE { return Sixteen<Format>(weights, first + t * kLanes, T * kLanes); };
+    Sixteen<Format> rows[] = {later(0), later(T - 1)};
+    for (int64_t chunk = 0; chunk < a.n_chunks; chunk++) {
+        U tiles[kUnits][Format::kUnit / 4][T];
+        typename Format::Scale scales[kUnits][T];
+        F minima[kUnits][T], scale[T];
+        for (int t = 0; t < T; t++) {
+            scale[t] = unpack<Format>(rows[t].chunk(chunk, a.n_columns), [&](int u, const U * numbers, auto scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
+                for (int i = 0; i < Format::kUnit / 4; i++) tiles[u][i][t] = numbers[i];
+                scales[u][t] = scale;
+                minima[u][t] = minimum;
+                rows[t].prefetch(chunk, u);
+            });
+        }
         for (size_t i = 0; i < n; i += kMaxRows) {
             with_count<kMaxRows>(n - i, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                Sums<Format, count()> sums(a, chunk, row + i, lines + i);
-                for (int u = 0; u < kUnits; u++) sums.add(u, tile[u], scales[u], minima[u]);
+                Sums<Format, count(), T> sums(a, chunk, row + i, lines + i);
+                for (int u = 0; u < kUnits; u++) sums.add(u, tiles[u], scales[u], minima[u]);
                 sums.end(minima, scale);
             });
         }
     }
     for (size_t i = 0; i < n; i++) {
-        if (n_rows == kLanes) memcpy(to[i] + first, &lines[i], sizeof(Line));  // a store, not a call
-        else memcpy(to[i] + first, &lines[i], n_rows * sizeof(float));
+        for (int t = 0; t < T; t++) rows[t].store(lines[i][t], to[i] + first + t * kLanes);
     }
 }
 
+template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n,
+                                                   float * const * to) {
+    if (n > kMaxRows) multiply_many<Format, 1>(weights, first, a, row, n, to);
+    else multiply_few<Format>(weights, first, a, row, n, to);
+}
+
 template <class Format> const Kernel * kernel_with(const char * name) {
-    static const Kernel kernel{name, Format::From::kGroup > 1, kLanes, kChunk, quantize<Format>, multiply<Format>};
+    static const Kernel kernel{name, Format::From::kGroup > 1, kLanes, kChunk, quantize<Format>, multiply<Format>,
+                               multiply_many<Format, 2>};
     return &kernel;
 }
 
