@@ -57,9 +57,11 @@ MOST_DRAFT_ROWS = 16
 SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project's folder
 PROMPTS = Path(__file__).parents[2] / "prompts"
 TEXTS = ("tale", "program", "chat")
-"""Prompts of the inflated pairs. What follows the last two ends after 73 and 37 tokens, and then repeats itself."""
+"""Prompts of the inflated pairs. What follows the last two ends soon, and then repeats itself."""
 QUOTED = PROMPTS / "long.txt"
 _MOST_REPEATS = 16
+N_KEPT_WORDS = 12
+"""Of a text, before those that a round leaves out."""
 SETTINGS = {
     "iterative": ITERATIVE,
     **{f"speculative --draft {n}": SpeculationConfig(mode="speculative", n_draft=n) for n in (1, 2, 3, 4, 7)},
@@ -148,12 +150,15 @@ def only(text: str) -> str:
 
 def prompt_of(session: Session, i: int, texts: list[str], quoted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """Round i's prompt, and the grammar of its output (empty: none). The prompt is a text to quote and its first
-    tokens, one of `texts`, or tokens at random."""
+    tokens, one of `texts`, or tokens at random. Texts lack other words in each round, because n-grams would know an
+    output that they have seen."""
     if quoted:
         n = N_STARTED + i
         return (*quoted, *quoted[:n]), only(b"".join(session.detokenize(quoted[n:])).decode())
     if texts:
-        return session.vocab.tokenize((PROMPTS / f"{texts[i % len(texts)]}.txt").read_text()), ""
+        words = (PROMPTS / f"{texts[i % len(texts)]}.txt").read_text().split(" ")
+        del words[N_KEPT_WORDS : N_KEPT_WORDS + 3 * i]
+        return session.vocab.tokenize(" ".join(words)), ""
     return tuple(300 + 7 * (k + 11 * i) % 700 for k in range(N_PROMPT)), ""
 
 
