@@ -37,7 +37,8 @@ GGPIPE_TARGET GGPIPE_INLINE inline F lower_half(U words) { return widened(_mm512
 class Rows {
    public:
     static constexpr int kGroup = 1;  // rows that lie side by side
-    GGPIPE_TARGET GGPIPE_INLINE Rows(const uint8_t * first, size_t stride) : stride_(stride), strides_(3 * stride) {
+    int n_units;                      // of 32 columns in a chunk; fewer than 8 at the end of rows
+    GGPIPE_TARGET GGPIPE_INLINE Rows(const uint8_t * first, size_t stride, int n_units) : n_units(n_units), stride_(stride), strides_(3 * stride) {
         for (int i = 0; i < 4; i++) fourths_[i] = first + 4 * i * stride;
     }
     GGPIPE_TARGET GGPIPE_INLINE void operator+=(int bytes) {
@@ -93,7 +94,8 @@ class Rows {
 class Eights {
    public:
     static constexpr int kGroup = 8;
-    GGPIPE_TARGET GGPIPE_INLINE Eights(const uint8_t * first, size_t stride) : a_(first), b_(first + stride) {}
+    int n_units;
+    GGPIPE_TARGET GGPIPE_INLINE Eights(const uint8_t * first, size_t stride, int n_units) : n_units(n_units), a_(first), b_(first + stride) {}
     GGPIPE_TARGET GGPIPE_INLINE void operator+=(int bytes) {
         a_ += bytes;
         b_ += bytes;

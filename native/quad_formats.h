@@ -63,7 +63,7 @@ template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline void fives(const From & r
 struct Q8_0 : Small<Rows, true> {
     static constexpr int kBytes = 34;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             V numbers[8];
             for (int i = 0; i < 2; i++) rows.quads(2 + 16 * i, numbers + 4 * i);
             emit(u, numbers, rows.halves(0), F{});
@@ -75,7 +75,7 @@ struct Q4_1 : Small<Rows, false> {
     static constexpr int kBytes = 20, kHighest = 15;
     static constexpr bool kHasMinima = true;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             V numbers[8];
             nibbles(rows, 4, numbers);
             emit(u, numbers, rows.halves(0), rows.halves(2));
@@ -86,7 +86,7 @@ struct Q4_1 : Small<Rows, false> {
 struct Q5_0 : Small<Rows, false> {
     static constexpr int kBytes = 22, kHighest = 31, kOffset = 16;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             V numbers[8];
             fives(rows, 2, numbers);
             emit(u, numbers, rows.halves(0), F{});
@@ -98,7 +98,7 @@ struct Q5_1 : Small<Rows, false> {
     static constexpr int kBytes = 24, kHighest = 31;
     static constexpr bool kHasMinima = true;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             V numbers[8];
             fives(rows, 4, numbers);
             emit(u, numbers, rows.halves(0), rows.halves(2));
@@ -109,7 +109,7 @@ struct Q5_1 : Small<Rows, false> {
 struct Q4_0 : Small<Eights, false> {  // ggml has inverted the upper bit of each number
     static constexpr int kBytes = 18, kHighest = 15, kOffset = 8;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             V numbers[8];
             nibbles(rows, 16, numbers, 0x88);
             emit(u, numbers, rows.halves(0), F{});
@@ -120,7 +120,7 @@ struct Q4_0 : Small<Eights, false> {  // ggml has inverted the upper bit of each
 struct IQ4_NL : Small<Eights, true> {
     static constexpr int kBytes = 18;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             V numbers[8];
             nibbles(rows, 16, numbers);
             look_up(kNonLinear, 0, numbers);
@@ -132,7 +132,7 @@ struct IQ4_NL : Small<Eights, true> {
 struct MXFP4 : Small<Eights, false> {
     static constexpr int kBytes = 17, kHighest = 24, kOffset = 12;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             V numbers[8];
             nibbles(rows, 8, numbers);
             look_up(kFloat4, kOffset, numbers);

@@ -24,9 +24,11 @@ template <class Format> struct Tile {
     F scales[kUnits][2], minima[kUnits][2];
     V integers[kUnits][2];  // kSuper: scales as pairs of 16-bit numbers
     Block blocks[2];
+    int n_units;  // of both halves
 
     template <class Prefetch>
     GGPIPE_AVX2 GGPIPE_INLINE void fill(int half, const InLanes<typename Format::From> & from, const Prefetch & prefetch) {
+        n_units = from.n_units * 32 / Format::kUnit;
         if constexpr (Format::kSuper) {
             Format::read(from, blocks[half]);
             for (int i = 0; i < kUnits / 2; i++) {
@@ -69,7 +71,7 @@ template <class Format> struct Tile {
                 totals[r][half] = _mm256_setzero_si256();
             }
         }
-        _Pragma("GCC unroll 1") for (int u = 0; u < kUnits; u++) {
+        _Pragma("GCC unroll 1") for (int u = 0; u < n_units; u++) {
             V products[R][2];
             GGPIPE_UNROLLED(part, kFours / kAtOnce) {
                 if constexpr (Format::kSuper && kAtOnce < kFours) {  // row by row: else sums would not fit into registers
@@ -150,10 +152,10 @@ template <class Format> class Eight {
     GGPIPE_AVX2 GGPIPE_INLINE From chunk(int64_t chunk, int64_t n_columns) {
         const int n = std::min<int64_t>(kChunk, n_columns - chunk * kChunk);
         const uint8_t * data = data_ + chunk * kBytes;
-        if (n == kChunk && n_rows_ == kLanes) return From(data, stride_);
+        if (n_rows_ == kLanes) return From(data, stride_, n / 32);
         memset(copies_, 0, sizeof copies_);
         for (int i = 0; i < n_rows_ / From::kGroup; i++) memcpy(copies_[i], data + i * stride_, kBytes * n / kChunk);
-        return From(copies_[0], kBytes);
+        return From(copies_[0], kBytes, n / 32);
     }
     GGPIPE_AVX2 GGPIPE_INLINE void prefetch(int64_t chunk, int u) const {
         constexpr int kUnits = kChunk / Format::kUnit, kUnitBytes = kPieces * kBytes / kUnits;
@@ -170,7 +172,7 @@ template <class Format> class Eight {
     const int n_rows_;
     const size_t stride_;
     const uint8_t * data_, * ahead_;
-    uint8_t copies_[kPieces][kBytes];  // where there are not enough rows or columns
+    uint8_t copies_[kPieces][kBytes];  // where there are not enough rows
 };
 
 template <class Format, int R>

@@ -98,7 +98,9 @@ class Rows {
    public:
     static constexpr bool kInLanes = false;
     static constexpr int kGroup = 1;  // rows that lie side by side
-    GGPIPE_AVX2 GGPIPE_INLINE Rows(const uint8_t * first, size_t stride) : lower_(first), upper_(first + 4 * stride), stride_(stride) {}
+    int n_units;                      // of 32 columns in a chunk; fewer than 8 at the end of rows
+    GGPIPE_AVX2 GGPIPE_INLINE Rows(const uint8_t * first, size_t stride, int n_units)
+        : n_units(n_units), lower_(first), upper_(first + 4 * stride), stride_(stride) {}
     GGPIPE_AVX2 GGPIPE_INLINE void operator+=(int bytes) {
         lower_ += bytes;
         upper_ += bytes;
@@ -151,7 +153,8 @@ class Eights {
    public:
     static constexpr bool kInLanes = false;
     static constexpr int kGroup = 8;
-    GGPIPE_AVX2 GGPIPE_INLINE Eights(const uint8_t * first, size_t) : first_(first) {}
+    int n_units;
+    GGPIPE_AVX2 GGPIPE_INLINE Eights(const uint8_t * first, size_t, int n_units) : n_units(n_units), first_(first) {}
     GGPIPE_AVX2 GGPIPE_INLINE void operator+=(int bytes) { first_ += bytes; }
     // 16 bytes of each row: A and B of the first 8, and of the others.
     GGPIPE_AVX2 GGPIPE_INLINE void quads(int at, V * to) const {

@@ -76,7 +76,7 @@ struct Q8_0 : Small<Rows> {
     }
     GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F &) { return rows.halves(0); }
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             U words[8], numbers[8];
             for (int i = 0; i < 2; i++) rows.words(2 + 16 * i, words + 4 * i);
             for (int i = 0; i < 8; i++) numbers[i] = words[i] ^ 0x80808080;
@@ -89,7 +89,7 @@ struct Q4_1 : Small<Rows> {
     static constexpr int kBytes = 20, kOffset = 0;
     static constexpr bool kHasMinima = true;
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             U both[4], numbers[8];
             rows.words(4, both);
             unpack_nibbles(both, numbers);
@@ -117,7 +117,7 @@ struct Q5_0 : Small<Rows> {
     }
     GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F &) { return rows.halves(0); }
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             U numbers[8];
             unpack_five(rows, 2, numbers);
             emit(u, numbers, rows.halves(0), F{});
@@ -134,7 +134,7 @@ struct Q5_1 : Small<Rows> {
     }
     GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F & minimum) { return scale_and_minimum(rows, minimum); }
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             U numbers[8];
             unpack_five(rows, 4, numbers);
             F minimum;
@@ -152,7 +152,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline void unpack_nibbles(const Eights & rows, int 
 struct Q4_0 : Small<Eights> {  // ggml has inverted the upper bit of each number
     static constexpr int kBytes = 18, kOffset = 8;
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             U numbers[8];
             unpack_nibbles(rows, 16, numbers);
             for (U & four : numbers) four ^= 0x08080808;
@@ -165,7 +165,7 @@ struct IQ4_NL : Small<Eights> {
     static constexpr int kBytes = 18, kOffset = 128;
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
         const U table = table_of(kNonLinear, kOffset);
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             U numbers[8];
             unpack_nibbles(rows, 16, numbers);
             look_up(table, numbers);
@@ -178,7 +178,7 @@ struct MXFP4 : Small<Eights> {
     static constexpr int kBytes = 17, kOffset = 12;
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
         const U table = table_of(kFloat4, kOffset);
-        GGPIPE_UNITS(8) {
+        GGPIPE_UNITS(rows.n_units) {
             U numbers[8];
             unpack_nibbles(rows, 8, numbers);
             look_up(table, numbers);

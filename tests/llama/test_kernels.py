@@ -111,7 +111,7 @@ def test_avx_vnni_gives_the_bits_of_avx2(tmp_path: Path, full: bool) -> None:
     for name, some in (("FORMATS", kinds), ("GRID_FORMATS", grids)):
         flags.append(f"-DGGPIPE_FOR_{name}(DO)={' '.join(f'DO({kind.name})' for kind in some)}")
     libraries = [f"-L{package / 'lib'}", f"-Wl,-rpath,{package / 'lib'}", "-lggml-base"]
-    command = ["c++", *flags, *sources, *libraries, "-o", tmp_path / "kernels"]
+    command = ["c++", *flags, *map(str, sources), *libraries, "-o", str(tmp_path / "kernels")]
     subprocess.run(command, check=True, timeout=HANG_S)
     done = subprocess.run([tmp_path / "kernels"], capture_output=True, text=True, check=True, timeout=HANG_S)
     lines = done.stdout.splitlines()
