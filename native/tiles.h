@@ -274,8 +274,7 @@ template <class Format> GGPIPE_TARGET void multiply_few(const Weights & weights,
     for (size_t i = 0; i < n; i++) rows.store(*lines[i], to[i] + first);
 }
 
-// For more rows, with T tiles at a time: activations are loaded once for all of them. For few rows, what unpacks the tiles leaves less
-// in the first cache with two. kFull: all chunks are whole, which as a constant makes this 3 % faster.
+// For more rows, with T tiles at a time: activations are loaded once for all of them. kFull: all chunks are whole.
 template <class Format, int T, bool kFull>
 GGPIPE_TARGET void multiply_many(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n, float * const * to) {
     constexpr int kUnits = kChunk / Format::kUnit;
@@ -315,8 +314,10 @@ GGPIPE_TARGET void multiply_many(const Weights & weights, int64_t first, const A
 
 template <class Format, int T> GGPIPE_TARGET void multiply_many(const Weights & weights, int64_t first, const Activations & a, int64_t row,
                                                                size_t n, float * const * to) {
-    if (Format::kSuper || a.n_columns % kChunk == 0) multiply_many<Format, T, true>(weights, first, a, row, n, to);
-    else multiply_many<Format, T, Format::kSuper>(weights, first, a, row, n, to);
+    if constexpr (!Format::kSuper) {
+        if (a.n_columns % kChunk) return multiply_many<Format, T, false>(weights, first, a, row, n, to);
+    }
+    multiply_many<Format, T, true>(weights, first, a, row, n, to);
 }
 
 template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n,
