@@ -149,13 +149,14 @@ template <class Format> class Eight {
         const size_t n_bytes = weights.n_rows * weights.row_bytes, at = (first + later) * weights.row_bytes + kAhead;
         ahead_ = at < n_bytes ? weights.data + at : weights.next + (at - n_bytes);
     }
-    GGPIPE_AVX2 GGPIPE_INLINE From chunk(int64_t chunk, int64_t n_columns) {
-        const int n = std::min<int64_t>(kChunk, n_columns - chunk * kChunk);
+    // kFills: at the end of rows, zeros make it a whole chunk.
+    template <bool kFills = false> GGPIPE_AVX2 GGPIPE_INLINE From chunk(int64_t chunk, int64_t n_columns) {
+        const int n = std::min<int64_t>(kChunk, n_columns - chunk * kChunk), n_units = (kFills ? kChunk : n) / 32;
         const uint8_t * data = data_ + chunk * kBytes;
-        if (n_rows_ == kLanes) return From(data, stride_, n / 32);
+        if (n_rows_ == kLanes && n >= 32 * n_units) return From(data, stride_, n_units);
         memset(copies_, 0, sizeof copies_);
         for (int i = 0; i < n_rows_ / From::kGroup; i++) memcpy(copies_[i], data + i * stride_, kBytes * n / kChunk);
-        return From(copies_[0], kBytes, n / 32);
+        return From(copies_[0], kBytes, n_units);
     }
     GGPIPE_AVX2 GGPIPE_INLINE void prefetch(int64_t chunk, int u) const {
         constexpr int kUnits = kChunk / Format::kUnit, kUnitBytes = kPieces * kBytes / kUnits;
@@ -172,16 +173,17 @@ template <class Format> class Eight {
     const int n_rows_;
     const size_t stride_;
     const uint8_t * data_, * ahead_;
-    uint8_t copies_[kPieces][kBytes];  // where there are not enough rows
+    uint8_t copies_[kPieces][kBytes];  // where there are not enough rows, or columns
 };
 
+// For one row, chunks of constant length are faster, even if most of the last one is zeros.
 template <class Format, int R>
 GGPIPE_AVX2 void multiply_few(const Weights & weights, int64_t first, const Activations & a, int64_t row, float * const * to) {
     Eight<Format> eight(weights, first, kLanes);
     F results[R];
     for (F & result : results) result = _mm256_setzero_ps();
     for (int64_t chunk = 0; chunk < a.n_chunks; chunk++) {
-        multiply_quads<Format, R>(eight.chunk(chunk, a.n_columns), a, chunk, row, results,
+        multiply_quads<Format, R>(eight.template chunk<R == 1>(chunk, a.n_columns), a, chunk, row, results,
                                   [&](int u) GGPIPE_AVX2 GGPIPE_INLINE { eight.prefetch(chunk, u); });
     }
     for (int r = 0; r < R; r++) eight.store(results[r], to[r] + first);
