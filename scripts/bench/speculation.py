@@ -56,7 +56,7 @@ MOST_DRAFT_ROWS = 16
 """Rows of the draft's longest runs that are shown; longer ones are prompts."""
 SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project's folder
 PROMPTS = Path(__file__).parents[2] / "prompts"
-TEXTS = ("tale", "program", "chat")
+PROMPT_NAMES = ("tale", "program", "chat")
 """Prompts of the inflated pairs. What follows the last two ends soon, and then repeats itself."""
 QUOTED = PROMPTS / "long.txt"
 _MOST_REPEATS = 16
@@ -148,15 +148,15 @@ def only(text: str) -> str:
     return f"root ::= {json.dumps(text, ensure_ascii=False)}"
 
 
-def prompt_of(session: Session, i: int, texts: list[str], quoted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+def prompt_of(session: Session, i: int, prompts: list[str], quoted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """Round i's prompt, and the grammar of its output (empty: none). The prompt is a text to quote and its first
-    tokens, one of `texts`, or tokens at random. Texts lack other words in each round, because n-grams would know an
+    tokens, one of `prompts`, or tokens at random. Texts lack other words in each round, because n-grams would know an
     output that they have seen."""
     if quoted:
         n = N_STARTED + i
         return (*quoted, *quoted[:n]), only(b"".join(session.detokenize(quoted[n:])).decode())
-    if texts:
-        words = (PROMPTS / f"{texts[i % len(texts)]}.txt").read_text().split(" ")
+    if prompts:
+        words = (PROMPTS / f"{prompts[i % len(prompts)]}.txt").read_text().split(" ")
         del words[N_KEPT_WORDS : N_KEPT_WORDS + 3 * i]
         return session.vocab.tokenize(" ".join(words)), ""
     return tuple(300 + 7 * (k + 11 * i) % 700 for k in range(N_PROMPT)), ""
@@ -199,7 +199,7 @@ def job(args: argparse.Namespace) -> int:
             settings = list(settings_named(args.settings).items())
             for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
                 stats = RequestStats()
-                prompt, grammar = prompt_of(session, i, args.texts, quoted)
+                prompt, grammar = prompt_of(session, i, args.prompts, quoted)
                 sampling = dataclasses.replace(SAMPLINGS[args.sampling], seed=i, ignore_eos=True, grammar=grammar)
                 request = structs.replace(greedy(prompt, args.n, speculation), sampling=sampling)
                 knows = drawing if name != SEED_NOT_USED else property(lambda _: None)
@@ -229,18 +229,18 @@ def bench(
     names: list[str],
     n_target: int = 2,
     agreement: float | None = None,
-    texts: Sequence[str] = (),
+    prompts: Sequence[str] = (),
     quotes: bool = False,
     runs_shown: bool = False,
     sampling: str = "greedy",
     streamed: float | None = None,
 ) -> None:
-    """One pair of models, all settings. With an `agreement`, stages only sleep; with `texts`, prompts are these,
+    """One pair of models, all settings. With an `agreement`, stages only sleep; with `prompts`, prompts are these,
     with `quotes`, text that is in the prompt already. With `runs_shown`, a second table has runs by their rows. With
     `streamed`, target ranks keep that share of their weights and read the rest for each run."""
     command: list[object] = [*SCRIPT, *names, "--job", target, draft, "--rounds", rounds, "-n", n_predict]
     command += ["--targets", n_target, *([] if agreement is None else ["--agreement", agreement])]
-    command += ["--quotes"] * quotes + ["--sampling", sampling, "--texts", *texts]
+    command += ["--quotes"] * quotes + ["--sampling", sampling, "--prompts", *prompts]
     command += [] if streamed is None else ["--streamed", streamed]
     results = [r for r in run_ranks(n_target + 1, command) if r["round"] > 0]  # the first round warms up
     of = {(r["name"], r["round"]): r for r in results}
@@ -308,9 +308,7 @@ def main() -> int:
         metavar="SHARE",
         help="share of the inflated pairs' weights in memory; others are streamed",
     )
-    parser.add_argument(
-        "--texts", nargs="*", choices=TEXTS, default=[], help="prompts of the inflated pairs, in turn; default: all"
-    )
+    parser.add_argument("--prompts", nargs="*", choices=PROMPT_NAMES, default=[], help="of the inflated pairs, in turn")
     parser.add_argument("--runs", action="store_true", help="also show runs by their rows")
     parser.add_argument("--asleep", action="store_true", help="only the stages that sleep")
     parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)
@@ -346,8 +344,8 @@ def main() -> int:
             if args.streamed is not None:  # from a file without holes, or hardly anything would be read
                 target = Path(folder) / "solid.gguf"
                 subprocess.run(("cp", "--sparse=never", pair.target, target), check=True)
-            texts = () if quotes else args.texts or TEXTS
-            files, what = (target, draft), {"texts": texts, "quotes": quotes, "runs_shown": args.runs}
+            prompts = () if quotes else args.prompts or PROMPT_NAMES
+            files, what = (target, draft), {"prompts": prompts, "quotes": quotes, "runs_shown": args.runs}
             bench(
                 title, *files, args.rounds, args.n, args.settings, **what,
                 sampling=args.sampling, streamed=args.streamed,
