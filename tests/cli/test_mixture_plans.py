@@ -71,3 +71,11 @@ def test_the_command_of_a_plan_runs(cluster: str, tmp_path: Path, monkeypatch: p
             next(left)
     ran = ggpipe_on_threads(*words)
     assert ran.returncode == 0, (words, ran.stderr)
+
+
+def test_exact_plans_stream_nothing() -> None:
+    """A run with --exact does not stream unasked."""
+    done = ggpipe("plan", "gpt-oss-120b-two-pcs", "--exact", "--mode", "iterative")
+    assert done.returncode == 2
+    assert "does not fit" in done.stderr
+    assert "start the ranks anyway" not in done.stderr

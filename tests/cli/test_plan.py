@@ -394,11 +394,3 @@ def test_an_unwritable_cache_is_skipped(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the cache's folder would be")
     profile_cache.keep("key", measured())
     assert profile_cache.find("key", 2) is None
-
-
-def test_exact_plans_stream_nothing() -> None:
-    """A run with --exact does not stream unasked."""
-    done = ggpipe("plan", "gpt-oss-120b-two-pcs", "--exact", "--mode", "iterative")
-    assert done.returncode == 2
-    assert "does not fit" in done.stderr
-    assert "start the ranks anyway" not in done.stderr
