@@ -9,7 +9,7 @@ const Kernel * avx512_vnni_kernel([[maybe_unused]] ggml_type type) {
 #ifdef __x86_64__
     switch (type) {
 #define GGPIPE_KERNEL(NAME) \
-        case GGML_TYPE_##NAME: return avx512_vnni::kernel_with<avx512_vnni::NAME>("AVX-512 VNNI");
+        case GGML_TYPE_##NAME: return avx512_vnni::kernel_with<avx512_vnni::NAME, true>("AVX-512 VNNI");
         GGPIPE_FOR_FORMATS(GGPIPE_KERNEL)
         GGPIPE_FOR_GRID_FORMATS(GGPIPE_KERNEL)
 #undef GGPIPE_KERNEL

@@ -326,9 +326,13 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
     else multiply_few<Format>(weights, first, a, row, n, to);
 }
 
-template <class Format> const Kernel * kernel_with(const char * name) {
-    static const Kernel kernel{name, Format::From::kGroup > 1, kLanes, kChunk, quantize<Format>, multiply<Format>,
-                               multiply_many<Format, 2>};
+// kHasTwo: two tiles at a time are faster.
+template <class Format, bool kHasTwo> const Kernel * kernel_with(const char * name) {
+    static const Kernel kernel = [name] {
+        Kernel made{name, Format::From::kGroup > 1, kLanes, kChunk, quantize<Format>, multiply<Format>, nullptr};
+        if constexpr (kHasTwo) made.multiply_two = multiply_many<Format, 2>;
+        return made;
+    }();
     return &kernel;
 }
 
