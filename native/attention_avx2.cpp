@@ -19,6 +19,8 @@ namespace ggpipe {
 namespace {
 #include "vectors_avx2.h"
 
+constexpr int kManyLanes = 3, kManySums = 12;  // of 16 registers
+
 #include "attention_lanes.h"
 
 }  // namespace

@@ -19,6 +19,8 @@ namespace ggpipe {
 namespace {
 #include "vectors_avx512.h"
 
+constexpr int kManyLanes = 4, kManySums = 16;  // of 32 registers
+
 #include "attention_lanes.h"
 
 }  // namespace

@@ -54,12 +54,11 @@ template <ggml_type T> GGPIPE_TARGET GGPIPE_INLINE inline void unpack(const uint
     }
 }
 
-// Rows of `width` numbers as n vectors each; missing numbers are 0. Calls ahead(c) at each. With `kApart`, minima come after a row's
+// Rows of `width` numbers as n vectors each; missing numbers are 0. With `kApart`, minima come after a row's
 // numbers.
-template <ggml_type T, bool kApart, class Ahead>
-GGPIPE_TARGET __attribute__((noinline)) void widen(const uint8_t * const * rows, int64_t width, int n_rows, F * to, int64_t n, Ahead ahead) {
+template <ggml_type T, bool kApart>
+GGPIPE_TARGET __attribute__((noinline)) void widen(const uint8_t * const * rows, int64_t width, int n_rows, F * to, int64_t n) {
     for (int c = 0; c < n_rows; c++, to += n) {
-        ahead(c);
         if constexpr (is_quantized(T)) {
             constexpr int N = kBlock / kWidth;
             const size_t bytes = ggml_type_size(T);
@@ -82,10 +81,10 @@ GGPIPE_TARGET __attribute__((noinline)) void widen(const uint8_t * const * rows,
         }
     }
 }
-template <bool kApart, class Ahead>
-GGPIPE_TARGET void widen(const ggml_tensor * cells, const uint8_t * const * rows, int n_rows, F * to, int64_t n, const Ahead & ahead) {
+template <bool kApart>
+GGPIPE_TARGET void widen(const ggml_tensor * cells, const uint8_t * const * rows, int n_rows, F * to, int64_t n) {
     switch (cells->type) {
-#define GGPIPE_CASE(TYPE) case GGML_TYPE_##TYPE: return widen<GGML_TYPE_##TYPE, kApart>(rows, cells->ne[0], n_rows, to, n, ahead);
+#define GGPIPE_CASE(TYPE) case GGML_TYPE_##TYPE: return widen<GGML_TYPE_##TYPE, kApart>(rows, cells->ne[0], n_rows, to, n);
         GGPIPE_CELLS(GGPIPE_CASE)
 #undef GGPIPE_CASE
         default: break;  // see can_attend

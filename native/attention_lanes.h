@@ -1,8 +1,9 @@
 // Attention of one task. Sources for one set of instructions define GGPIPE_TARGET and, in a namespace of their own, F (a vector
 // of kWidth numbers) and the functions on it that are used here, and include this there.
 //
-// Vectors go along the width of heads. A few lanes and a few cells make eight sums that stay in registers: for scores eight
-// products of a query with keys, for values eight parts of the results. One lane is as good as any.
+// Vectors go along the width of heads. A few lanes and a few cells make sums that stay in registers: for scores products of
+// queries with keys, for values parts of the results. Eight sums are enough for the latency of multiplications; kManySums of
+// kManyLanes, as many as there are registers, take fewer loads. One lane is as good as any.
 //
 // A lane's bits depend on nothing but the cells that its row sees, in their order: neither on the other lanes, nor on cells
 // between them, nor on where tiles end. For that, each cell's values are added in turn, and powers are of 2, relative to an
@@ -12,7 +13,8 @@
 
 #include "attention_cells.h"
 
-constexpr int kSums = 8;
+constexpr int kSums = 8;  // of less lanes than kManyLanes
+constexpr int sums_of(int n_lanes) { return n_lanes == kManyLanes ? kManySums : kSums; }
 constexpr float kLowest = -1e30f;  // below any score; unlike infinity, it may be subtracted from itself
 
 GGPIPE_TARGET GGPIPE_INLINE inline float power_of_2(float exponent) {  // of an integer; 0 below the normal numbers
@@ -22,13 +24,13 @@ GGPIPE_TARGET GGPIPE_INLINE inline float power_of_2(float exponent) {  // of an 
     return power;
 }
 
-// Scores of L lanes at cells `first` to `end`, kSums / L at a time. Lanes are `n` vectors each.
+// Scores of L lanes at cells `first` to `end`, a few at a time. Lanes are `n` vectors each.
 template <int L, class Keys>
 GGPIPE_TARGET GGPIPE_INLINE inline void score(const F * queries, int64_t n, const Keys & keys, int first, int end,
                                               float * scores) {
-    constexpr int C = kSums / L;
+    constexpr int S = sums_of(L), C = S / L;
     for (int cell = first; cell < end; cell += C) {
-        F sums[kSums] = {};
+        F sums[GGML_PAD(S, 8)] = {};
         for (int64_t d = 0; d < n; d++) {
             F query[L], key[C];  // the fewer of them stay in registers, while the others pass
             if (L < C) {
@@ -45,23 +47,24 @@ GGPIPE_TARGET GGPIPE_INLINE inline void score(const F * queries, int64_t n, cons
                 }
             }
         }
-        alignas(32) float each[kSums];
-        add_up(sums, each);
+        alignas(64) float each[GGML_PAD(S, 8)];
+        if constexpr (kWidth == 16 && S == 16) add_up_16(sums, each);
+        else for (int i = 0; i < S; i += 8) add_up(sums + i, each + i);
         for (int l = 0; l < L; l++) memcpy(scores + l * kTile + cell, each + l * C, C * sizeof(float));
     }
 }
 
 // Adds cells' values, weighted, to vectors d to d + D of L lanes' results; with `kCounts` the weights to `totals`.
-template <int L, int D, bool kCounts, class Values, class Ahead>
+template <int L, int D, bool kCounts, class Values, class AtCell>
 GGPIPE_TARGET GGPIPE_INLINE inline void weigh(F * results, int64_t n, const float * weights, F * totals, const Values & values,
-                                              int64_t d, int n_cells, const Ahead & ahead) {
+                                              int64_t d, int n_cells, const AtCell & at_cell) {
     F sums[L * D], total[L];
     for (int l = 0; l < L; l++) {
         total[l] = totals[l];
         for (int i = 0; i < D; i++) sums[l * D + i] = results[l * n + d + i];
     }
     for (int c = 0; c < n_cells; c++) {
-        if (kCounts) ahead(c);
+        if (kCounts) at_cell(c);
         F weight[L], value[D];
         if (L < D) {
             for (int l = 0; l < L; l++) weight[l] = all(weights[l * kTile + c]);
@@ -85,16 +88,16 @@ GGPIPE_TARGET GGPIPE_INLINE inline void weigh(F * results, int64_t n, const floa
     }
 }
 // The same from vector d on, D at a time, then half as many.
-template <int L, int D, bool kCounts, class Values, class Ahead>
+template <int L, int D, bool kCounts, class Values, class AtCell>
 GGPIPE_TARGET GGPIPE_INLINE inline void weigh_all(F * results, int64_t n, const float * weights, F * totals,
-                                                  const Values & values, int64_t d, int n_cells, const Ahead & ahead) {
+                                                  const Values & values, int64_t d, int n_cells, const AtCell & at_cell) {
     if (n - d < D) {
-        if constexpr (D > 1) weigh_all<L, D / 2, kCounts>(results, n, weights, totals, values, d, n_cells, ahead);
+        if constexpr (D > 1) weigh_all<L, D / 2, kCounts>(results, n, weights, totals, values, d, n_cells, at_cell);
         return;
     }
-    weigh<L, D, kCounts>(results, n, weights, totals, values, d, n_cells, ahead);
-    for (d += D; d + D <= n; d += D) weigh<L, D, false>(results, n, weights, totals, values, d, n_cells, ahead);
-    if constexpr (D > 1) weigh_all<L, D / 2, false>(results, n, weights, totals, values, d, n_cells, ahead);
+    weigh<L, D, kCounts>(results, n, weights, totals, values, d, n_cells, at_cell);
+    for (d += D; d + D <= n; d += D) weigh<L, D, false>(results, n, weights, totals, values, d, n_cells, at_cell);
+    if constexpr (D > 1) weigh_all<L, D / 2, false>(results, n, weights, totals, values, d, n_cells, at_cell);
 }
 
 class Attention {
@@ -212,27 +215,36 @@ class Attention {
         for (int c = 0; c < n_cells_; c++) scores[c] += slope * _cvtsh_ss(mask[cells_[c]]);
     }
 
+    // Calls ahead(c) for the share of a tile's cells that n of the lanes have.
+    template <class Ahead> GGPIPE_TARGET GGPIPE_INLINE void share(int64_t lane, int n, const Ahead & ahead) const {
+        for (int64_t c = kTile * lane / t_.n_lanes; c < kTile * (lane + n) / t_.n_lanes; c++) ahead(c);
+    }
     // Calls compute(L, lane) for all lanes, L at a time.
     template <class Compute> GGPIPE_TARGET GGPIPE_INLINE void for_lanes(const Compute & compute) const {
         int64_t lane = 0;
+        const auto left = [&]() { return t_.n_lanes - lane; };
+        for (; left() > 4 || left() == kManyLanes; lane += kManyLanes) compute(std::integral_constant<int, kManyLanes>(), lane);
         for (; lane + 4 <= t_.n_lanes; lane += 4) compute(std::integral_constant<int, 4>(), lane);
         for (; lane + 2 <= t_.n_lanes; lane += 2) compute(std::integral_constant<int, 2>(), lane);
         for (; lane < t_.n_lanes; lane++) compute(std::integral_constant<int, 1>(), lane);
     }
-    template <class Keys>
-    GGPIPE_TARGET GGPIPE_INLINE void add_scores(int64_t head, const Keys & keys, int first, int end) const {
+    template <class Keys, class Ahead>
+    GGPIPE_TARGET GGPIPE_INLINE void add_scores(int64_t head, const Keys & keys, int first, int end, const Ahead & ahead) const {
         const F * queries = queries_ + head * t_.n_lanes * n_k_;
         for_lanes([&](auto n, int64_t lane) GGPIPE_TARGET GGPIPE_INLINE {
-            score<decltype(n)::value>(queries + lane * n_k_, n_k_, keys, first, end, scores_ + lane * kTile);
+            constexpr int L = decltype(n)::value;
+            share(lane, L, ahead);
+            score<L>(queries + lane * n_k_, n_k_, keys, first, end, scores_ + lane * kTile);
         });
     }
-    template <class Values, class Ahead>
-    GGPIPE_TARGET GGPIPE_INLINE void add_values(int64_t head, const Values & values, const Ahead & ahead) const {
+    template <class Values, class AtCell, class Ahead>
+    GGPIPE_TARGET GGPIPE_INLINE void add_values(int64_t head, const Values & values, const AtCell & at_cell, const Ahead & ahead) const {
         F * results = results_ + head * t_.n_lanes * n_v_, * totals = totals_ + head * t_.n_lanes;
         for_lanes([&](auto n, int64_t lane) GGPIPE_TARGET GGPIPE_INLINE {
             constexpr int L = decltype(n)::value;
+            share(lane, L, ahead);
             const float * weights = scores_ + lane * kTile;
-            weigh_all<L, kSums / L, true>(results + lane * n_v_, n_v_, weights, totals + lane, values, 0, n_cells_, ahead);
+            weigh_all<L, sums_of(L) / L, true>(results + lane * n_v_, n_v_, weights, totals + lane, values, 0, n_cells_, at_cell);
         });
     }
     GGPIPE_TARGET GGPIPE_INLINE void make_weights(int64_t head) {
@@ -250,26 +262,26 @@ class Attention {
         const size_t key_bytes = keys_->ne[0] * sizeof(uint16_t), value_bytes = values_->ne[0] * sizeof(uint16_t);
         for (int c = 0; c < n_cells_; c += kSums) {  // few cells for all lanes: those of one head often evict each other
             for (int i = c; i < c + kSums; i++) fetch(value_rows_[i], value_bytes);
-            add_scores(head, keys, c, c + kSums);
+            add_scores(head, keys, c, c + kSums, [](int) {});
         }
         make_weights(head);
-        add_values(head, values, [&](int c) GGPIPE_TARGET GGPIPE_INLINE { fetch_next_key(c, head, n_left, key_bytes); });
+        add_values(head, values, [&](int c) GGPIPE_TARGET GGPIPE_INLINE { fetch_next_key(c, head, n_left, key_bytes); }, [](int) {});
     }
 
-    // Widens cells first, for all lanes.
+    // Widens cells first, for all lanes. Cells that are needed next come into the cache a few at a time, between computing:
+    // requests for all at once would wait for each other.
     GGPIPE_TARGET __attribute__((noinline)) void run_packed(int64_t head, size_t n_left) {
         const F * tile = tile_;
         const int64_t n_k = n_k_, n_v = n_v_;
         const auto keys = [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile[c * n_k + d]; };
         const auto values = [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile[c * n_v + d]; };
         const size_t key_bytes = ggml_row_size(keys_->type, keys_->ne[0]), value_bytes = ggml_row_size(values_->type, values_->ne[0]);
-        widen<true>(keys_, key_rows_, GGML_PAD(n_cells_, kSums), tile_, n_k,
-                    [&](int c) GGPIPE_TARGET GGPIPE_INLINE { fetch(value_rows_[c], value_bytes); });
-        add_scores(head, keys, 0, n_cells_);
+        widen<true>(keys_, key_rows_, GGML_PAD(n_cells_, kSums), tile_, n_k);
+        add_scores(head, keys, 0, n_cells_, [=](int c) GGPIPE_TARGET GGPIPE_INLINE { fetch(value_rows_[c], value_bytes); });
         make_weights(head);
-        widen<false>(values_, value_rows_, n_cells_, tile_, n_v,
-                     [&](int c) GGPIPE_TARGET GGPIPE_INLINE { fetch_next_key(c, head, n_left, key_bytes); });
-        add_values(head, values, [](int) GGPIPE_TARGET GGPIPE_INLINE {});
+        widen<false>(values_, value_rows_, n_cells_, tile_, n_v);
+        add_values(head, values, [](int) {},
+                   [=](int c) GGPIPE_TARGET GGPIPE_INLINE { fetch_next_key(c, head, n_left, key_bytes); });
     }
 
     const AttentionTask & t_;

@@ -34,3 +34,21 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add_up(const F * v, float * to) {
     const Half low = fours(pairs(v[0], v[1]), pairs(v[2], v[3])), high = fours(pairs(v[4], v[5]), pairs(v[6], v[7]));
     _mm256_store_ps(to, _mm256_permute2f128_ps(low, high, 0x20) + _mm256_permute2f128_ps(low, high, 0x31));
 }
+// The sums of 16 vectors.
+GGPIPE_TARGET GGPIPE_INLINE inline void add_up_16(const F * v, float * to) {
+    const auto halves = [](F x, F y) GGPIPE_TARGET GGPIPE_INLINE -> F {
+        return (F) _mm512_shuffle_f32x4(x, y, 0x44) + (F) _mm512_shuffle_f32x4(x, y, 0xee);
+    };
+    const auto pairs = [](F a, F b) GGPIPE_TARGET GGPIPE_INLINE -> F {
+        return (F) _mm512_unpacklo_ps(a, b) + (F) _mm512_unpackhi_ps(a, b);
+    };
+    const auto fours = [](F a, F b) GGPIPE_TARGET GGPIPE_INLINE -> F {
+        return (F) _mm512_shuffle_ps(a, b, 0x44) + (F) _mm512_shuffle_ps(a, b, 0xee);
+    };
+    const auto half = [&](int i) GGPIPE_TARGET GGPIPE_INLINE -> F { return halves(v[i], v[i + 8]); };
+    const F low = fours(pairs(half(0), half(1)), pairs(half(2), half(3)));
+    const F high = fours(pairs(half(4), half(5)), pairs(half(6), half(7)));
+    // 128-bit parts: low: [0-3 a, 0-3 b, 8-11 a, 8-11 b], high: [4-7 a, 4-7 b, 12-15 a, 12-15 b]
+    const F sums = (F) _mm512_shuffle_f32x4(low, high, 0x88) + (F) _mm512_shuffle_f32x4(low, high, 0xdd);
+    _mm512_store_ps(to, _mm512_shuffle_f32x4(sums, sums, 0xd8));
+}
