@@ -42,17 +42,6 @@ int64_t end_of_block(const ggml_tensor * node, int64_t row) {
     return end;
 }
 
-// Whether rows of these cells can be read.
-bool has_cells(const ggml_tensor * t) {
-    switch (t->type) {
-#define GGPIPE_CASE(TYPE) case GGML_TYPE_##TYPE:
-        GGPIPE_CELLS(GGPIPE_CASE)
-#undef GGPIPE_CASE
-            return t->nb[0] == ggml_type_size(t->type);
-        default: return false;
-    }
-}
-
 // For each cell, 0 or 1: whether any row of a block sees it, and whether all do.
 void read_mask(const ggml_tensor * node, int64_t row, int64_t end, uint8_t * __restrict by_some, uint8_t * __restrict by_all) {
     const int64_t n_cells = node->src[3]->ne[0];
@@ -80,6 +69,16 @@ void list(const std::vector<uint8_t> & is_in, std::vector<int32_t> & cells) {
 }
 
 }  // namespace
+
+bool has_cells(const ggml_tensor * t) {
+    switch (t->type) {
+#define GGPIPE_CASE(TYPE) case GGML_TYPE_##TYPE:
+        GGPIPE_CELLS(GGPIPE_CASE)
+#undef GGPIPE_CASE
+            return t->nb[0] == ggml_type_size(t->type);
+        default: return false;
+    }
+}
 
 void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
     thread_local std::vector<int32_t> cells;

@@ -20,6 +20,8 @@ constexpr uint16_t kHidden = 0xfc00;  // in a mask: minus infinity
 // Types of KV cells.
 #define GGPIPE_CELLS(DO) DO(F32) DO(F16) DO(BF16) DO(Q8_0) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(IQ4_NL)
 
+bool has_cells(const ggml_tensor * t);  // whether its rows can be read
+
 // A thread's memory for one task. On the heap, since threads may have small stacks.
 class Scratch {
    public:

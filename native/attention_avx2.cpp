@@ -1,5 +1,6 @@
-// Attention with AVX2; see attention_lanes.h.
+// Attention and its indexers with AVX2; see attention_lanes.h and indexer_lanes.h.
 #include "attention.h"
+#include "indexer.h"
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -22,12 +23,15 @@ namespace {
 constexpr int kManyLanes = 3, kManySums = 12;  // of 16 registers
 
 #include "attention_lanes.h"
+#include "indexer_lanes.h"
 
 }  // namespace
 
 GGPIPE_TARGET void avx2_attention(const AttentionTask & task) { Attention(task).run(); }
+GGPIPE_TARGET void avx2_indexer(const IndexerTask & task) { Indexer(task).run(); }
 
 }  // namespace ggpipe
 #else
 void ggpipe::avx2_attention(const AttentionTask &) {}
+void ggpipe::avx2_indexer(const IndexerTask &) {}
 #endif

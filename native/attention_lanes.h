@@ -24,6 +24,16 @@ GGPIPE_TARGET GGPIPE_INLINE inline float power_of_2(float exponent) {  // of an 
     return power;
 }
 
+// Calls compute(L, lane) for all lanes, L at a time.
+template <class Compute> GGPIPE_TARGET GGPIPE_INLINE inline void for_lanes(int64_t n_lanes, const Compute & compute) {
+    int64_t lane = 0;
+    const auto left = [&]() { return n_lanes - lane; };
+    for (; left() > 4 || left() == kManyLanes; lane += kManyLanes) compute(std::integral_constant<int, kManyLanes>(), lane);
+    for (; left() >= 4; lane += 4) compute(std::integral_constant<int, 4>(), lane);
+    for (; left() >= 2; lane += 2) compute(std::integral_constant<int, 2>(), lane);
+    for (; lane < n_lanes; lane++) compute(std::integral_constant<int, 1>(), lane);
+}
+
 // Scores of L lanes at cells `first` to `end`, a few at a time. Lanes are `n` vectors each.
 template <int L, class Keys>
 GGPIPE_TARGET GGPIPE_INLINE inline void score(const F * queries, int64_t n, const Keys & keys, int first, int end,
@@ -219,19 +229,10 @@ class Attention {
     template <class Ahead> GGPIPE_TARGET GGPIPE_INLINE void share(int64_t lane, int n, const Ahead & ahead) const {
         for (int64_t c = kTile * lane / t_.n_lanes; c < kTile * (lane + n) / t_.n_lanes; c++) ahead(c);
     }
-    // Calls compute(L, lane) for all lanes, L at a time.
-    template <class Compute> GGPIPE_TARGET GGPIPE_INLINE void for_lanes(const Compute & compute) const {
-        int64_t lane = 0;
-        const auto left = [&]() { return t_.n_lanes - lane; };
-        for (; left() > 4 || left() == kManyLanes; lane += kManyLanes) compute(std::integral_constant<int, kManyLanes>(), lane);
-        for (; lane + 4 <= t_.n_lanes; lane += 4) compute(std::integral_constant<int, 4>(), lane);
-        for (; lane + 2 <= t_.n_lanes; lane += 2) compute(std::integral_constant<int, 2>(), lane);
-        for (; lane < t_.n_lanes; lane++) compute(std::integral_constant<int, 1>(), lane);
-    }
     template <class Keys, class Ahead>
     GGPIPE_TARGET GGPIPE_INLINE void add_scores(int64_t head, const Keys & keys, int first, int end, const Ahead & ahead) const {
         const F * queries = queries_ + head * t_.n_lanes * n_k_;
-        for_lanes([&](auto n, int64_t lane) GGPIPE_TARGET GGPIPE_INLINE {
+        for_lanes(t_.n_lanes, [&](auto n, int64_t lane) GGPIPE_TARGET GGPIPE_INLINE {
             constexpr int L = decltype(n)::value;
             share(lane, L, ahead);
             score<L>(queries + lane * n_k_, n_k_, keys, first, end, scores_ + lane * kTile);
@@ -240,7 +241,7 @@ class Attention {
     template <class Values, class AtCell, class Ahead>
     GGPIPE_TARGET GGPIPE_INLINE void add_values(int64_t head, const Values & values, const AtCell & at_cell, const Ahead & ahead) const {
         F * results = results_ + head * t_.n_lanes * n_v_, * totals = totals_ + head * t_.n_lanes;
-        for_lanes([&](auto n, int64_t lane) GGPIPE_TARGET GGPIPE_INLINE {
+        for_lanes(t_.n_lanes, [&](auto n, int64_t lane) GGPIPE_TARGET GGPIPE_INLINE {
             constexpr int L = decltype(n)::value;
             share(lane, L, ahead);
             const float * weights = scores_ + lane * kTile;

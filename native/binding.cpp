@@ -72,6 +72,17 @@ NB_MODULE(_native, m) {
        "One flash attention alone, as a stage computes it, for tests: f32 queries (rows, heads, width), keys and values (cells,\n"
        "KV heads, bytes) of ggml types, a mask (rows, cells) as the bits of f16 numbers, an f32 sink of each head, and ALiBi's\n"
        "bias and the cap of scores (0: none). Returns (rows, heads, width). fast: with our own kernel. Raises RuntimeError.");
+    m.def("index_cells", [](const Array<float, 3> & queries, const Array<uint8_t, 2> & keys, int key_type, const Array<float, 2> & weights,
+                            const Array<uint16_t, 2> & mask, int64_t n_selected, int n_threads, bool fast) {
+        const IndexerShape shape{int64_t(queries.shape(2)), int64_t(queries.shape(1)), int64_t(queries.shape(0)), int64_t(keys.shape(0)),
+                                 n_selected, ggml_type(key_type)};
+        nb::gil_scoped_release release;
+        return index_cells(shape, {queries.data(), keys.data(), weights.data(), mask.data()}, n_threads, fast);
+    }, nb::kw_only(), "queries"_a, "keys"_a, "key_type"_a, "weights"_a, "mask"_a, "n_selected"_a, "n_threads"_a = 1, "fast"_a = true,
+       "One indexer of sparse attention alone, as a stage computes it, for tests: f32 queries (rows, heads, width), keys (cells,\n"
+       "bytes) of a ggml type, weights of the heads (rows, heads), and a mask (rows, cells) as the bits of f16 numbers. Returns\n"
+       "scores (rows, cells), and the cells of the highest ones (rows, n_selected). fast: with our own kernels. Raises\n"
+       "RuntimeError.");
     m.def("sum_experts", sum_experts, nb::kw_only(), "experts"_a, "weights"_a, "n_used"_a, "n_threads"_a = 1, "fast"_a = true, released,
           "Results of experts (tokens, experts, columns), weighted by (tokens, experts) and added up as a stage does it (fast: with our\n"
           "own kernel). For tests.");

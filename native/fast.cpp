@@ -122,6 +122,7 @@ class Kept {
 ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph) {
     if (graph.sums.count(node)) return compute_expert_sum;
     if (graph.copied_weights.count(node)) return copy_expert_weights;
+    if (ggml_custom_op_t indexer = indexer_operation(node)) return indexer;
     return is_product(node) ? compute_product : can_attend(node) ? compute_attention : recurrent_operation(node, graph);
 }
 

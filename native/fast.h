@@ -72,6 +72,9 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void * sta
 // The function that computes a node of a recurrent layer; see recurrent.cpp. nullptr: ggml does.
 ggml_custom_op_t recurrent_operation(const ggml_tensor * node, const FastGraph & graph);
 
+// The function that computes a part of an indexer; see indexer.cpp. nullptr: ggml does.
+ggml_custom_op_t indexer_operation(const ggml_tensor * node);
+
 // Whether a node computes nothing. Operations in place are views as well, but they do.
 bool is_view(const ggml_tensor * node);
 
@@ -109,6 +112,18 @@ std::vector<float> multiply(const Product & product, int n_threads, bool repack,
 // for tests. Throws std::runtime_error.
 std::vector<float> sum_experts(
     const std::vector<float> & experts, const std::vector<float> & weights, int64_t n_used, int n_threads, bool fast);
+
+// One indexer alone, as a stage computes it, for tests.
+struct IndexerShape { int64_t width, n_heads, n_rows, n_cells, n_selected; ggml_type key_type; };
+struct IndexerInputs {
+    const float * queries;   // (rows, heads, width)
+    const uint8_t * keys;    // (cells, bytes)
+    const float * weights;   // (rows, heads)
+    const uint16_t * mask;   // F16; (rows, cells)
+};
+// Scores (rows, cells), and the selected cells of each row. Throws std::runtime_error.
+std::pair<std::vector<float>, std::vector<int32_t>> index_cells(
+    const IndexerShape & shape, const IndexerInputs & inputs, int n_threads, bool fast);
 
 // One attention alone, as a stage computes it, for tests and measurements.
 struct AttentionShape {
