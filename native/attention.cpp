@@ -80,7 +80,31 @@ bool has_cells(const ggml_tensor * t) {
     }
 }
 
-void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
+namespace {
+// A node that computes one stream of another one: an index into the last dimension (MiniMax M3: a KV head, with a mask of its
+// own). Streams may share keys, values and masks.
+class Stream {
+   public:
+    Stream(const ggml_tensor * node, int64_t i) : node_(part(*node, i, node->ne[3])) {
+        for (int s = 0; s < GGML_MAX_SRC && node->src[s]; s++) {
+            sources_[s] = part(*node->src[s], i, node->ne[3]);
+            node_.src[s] = &sources_[s];
+        }
+    }
+    Stream(const Stream &) = delete;
+    const ggml_tensor * node() const { return &node_; }
+
+   private:
+    static ggml_tensor part(ggml_tensor t, int64_t i, int64_t n) {
+        t.data = (char *) t.data + i / (n / t.ne[3]) * t.nb[3];
+        t.ne[3] = 1;
+        return t;
+    }
+    ggml_tensor node_, sources_[GGML_MAX_SRC];
+};
+
+// This thread's tasks of a stream. `n_tasks`: of those before it.
+void compute_stream(const ggml_tensor * node, int thread, int n_threads, int64_t & n_tasks) {
     thread_local std::vector<int32_t> cells;
     thread_local std::vector<uint8_t> by_some, by_all;
     thread_local Scratch scratch;
@@ -88,7 +112,7 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
     const int64_t group = group_of(node);
     by_some.resize(n_cells);
     by_all.resize(n_cells);
-    int64_t size = kMaxLanes, n_tasks = 0;  // lanes of a task
+    int64_t size = kMaxLanes;  // lanes of a task
     while (size > 1 && n_rows * group * kv_heads < size * n_threads * (size > 8 ? 2 : 1)) size /= 2;
     for (int64_t row = 0, end = 0; row < n_rows; row = end) {
         end = end_of_block(node, row);
@@ -111,11 +135,19 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
     }
 }
 
+}  // namespace
+
+void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
+    int64_t n_tasks = 0;
+    if (node->ne[3] == 1) return compute_stream(node, thread, n_threads, n_tasks);
+    for (int64_t i = 0; i < node->ne[3]; i++) compute_stream(Stream(node, i).node(), thread, n_threads, n_tasks);
+}
+
 bool can_attend(const ggml_tensor * node) {
     if (!kernel || node->op != GGML_OP_FLASH_ATTN_EXT || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
     const ggml_tensor * q = node->src[0], * k = node->src[1], * v = node->src[2], * mask = node->src[3];
-    return q->type == GGML_TYPE_F32 && has_cells(k) && has_cells(v) && mask && mask->ne[2] == 1 && q->ne[3] == 1 &&
-           k->ne[2] == v->ne[2] && std::max(k->ne[0], v->ne[0]) <= kMaxWidth;
+    return q->type == GGML_TYPE_F32 && has_cells(k) && has_cells(v) && mask && mask->ne[2] == 1 &&
+           (mask->ne[3] == 1 || mask->ne[3] == q->ne[3]) && k->ne[2] == v->ne[2] && std::max(k->ne[0], v->ne[0]) <= kMaxWidth;
 }
 
 }  // namespace ggpipe

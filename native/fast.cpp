@@ -122,8 +122,12 @@ class Kept {
 ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph) {
     if (graph.sums.count(node)) return compute_expert_sum;
     if (graph.copied_weights.count(node)) return copy_expert_weights;
-    if (ggml_custom_op_t indexer = indexer_operation(node)) return indexer;
-    return is_product(node) ? compute_product : can_attend(node) ? compute_attention : recurrent_operation(node, graph);
+    if (is_product(node)) return compute_product;
+    if (can_attend(node)) return compute_attention;
+    for (ggml_custom_op_t own : {indexer_operation(node), elementwise_operation(node)}) {
+        if (own) return own;
+    }
+    return recurrent_operation(node, graph);
 }
 
 ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, Threads & threads) {

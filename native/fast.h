@@ -75,6 +75,9 @@ ggml_custom_op_t recurrent_operation(const ggml_tensor * node, const FastGraph &
 // The function that computes a part of an indexer; see indexer.cpp. nullptr: ggml does.
 ggml_custom_op_t indexer_operation(const ggml_tensor * node);
 
+// The function that computes an operation on each number; see elementwise.cpp. nullptr: ggml does.
+ggml_custom_op_t elementwise_operation(const ggml_tensor * node);
+
 // Whether a node computes nothing. Operations in place are views as well, but they do.
 bool is_view(const ggml_tensor * node);
 
