@@ -70,6 +70,14 @@ void list(const std::vector<uint8_t> & is_in, std::vector<int32_t> & cells) {
 
 }  // namespace
 
+void list_cells(const ggml_tensor * node, int64_t row, int64_t end, std::vector<int32_t> & cells, std::vector<uint8_t> & by_all) {
+    thread_local std::vector<uint8_t> by_some;
+    by_some.resize(node->src[3]->ne[0]);
+    by_all.resize(node->src[3]->ne[0]);
+    read_mask(node, row, end, by_some.data(), by_all.data());
+    list(by_some, cells);
+}
+
 bool has_cells(const ggml_tensor * t) {
     switch (t->type) {
 #define GGPIPE_CASE(TYPE) case GGML_TYPE_##TYPE:
@@ -106,12 +114,9 @@ class Stream {
 // This thread's tasks of a stream. `n_tasks`: of those before it.
 void compute_stream(const ggml_tensor * node, int thread, int n_threads, int64_t & n_tasks) {
     thread_local std::vector<int32_t> cells;
-    thread_local std::vector<uint8_t> by_some, by_all;
+    thread_local std::vector<uint8_t> by_all;
     thread_local Scratch scratch;
-    const int64_t n_rows = node->src[0]->ne[1], kv_heads = node->src[1]->ne[2], n_cells = node->src[3]->ne[0];
-    const int64_t group = group_of(node);
-    by_some.resize(n_cells);
-    by_all.resize(n_cells);
+    const int64_t n_rows = node->src[0]->ne[1], kv_heads = node->src[1]->ne[2], group = group_of(node);
     int64_t size = kMaxLanes;  // lanes of a task
     while (size > 1 && n_rows * group * kv_heads < size * n_threads * (size > 8 ? 2 : 1)) size /= 2;
     for (int64_t row = 0, end = 0; row < n_rows; row = end) {
@@ -125,8 +130,7 @@ void compute_stream(const ggml_tensor * node, int thread, int n_threads, int64_t
         const int64_t first = n_tasks, own = first + (n_threads - first % n_threads + thread) % n_threads;
         n_tasks += n_parts * n_chunks;
         if (own >= n_tasks) continue;  // other threads have this block
-        read_mask(node, row, end, by_some.data(), by_all.data());
-        list(by_some, cells);
+        list_cells(node, row, end, cells, by_all);
         for (int64_t task = own; task < n_tasks; task += n_threads) {
             const int64_t part = (task - first) / n_chunks, lane = (task - first) % n_chunks * size;
             const int64_t head = kv_heads * part / n_parts, n_heads = kv_heads * (part + 1) / n_parts - head;

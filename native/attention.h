@@ -54,6 +54,17 @@ struct AttentionTask {  // some lanes of a block at some KV heads
         return (const uint16_t *) ((const char *) node->src[3]->data + row(lane) * node->src[3]->nb[1]);
     }
 };
+// One head's matrices for latent cells; see latent.cpp.
+struct LatentHead {
+    const float * keys, * values;   // (latent numbers, numbers of a key, or of a value)
+    int64_t key_width, value_width;
+};
+void avx512_latent_attention(const AttentionTask & task, const LatentHead & head);
+void avx2_latent_attention(const AttentionTask & task, const LatentHead & head);
+
+// The cells that some of these rows see; and for each cell of the cache, whether all do.
+void list_cells(const ggml_tensor * node, int64_t row, int64_t end, std::vector<int32_t> & cells, std::vector<uint8_t> & by_all);
+
 using AttentionKernel = void (*)(const AttentionTask &);
 void avx512_attention(const AttentionTask & task);
 void avx2_attention(const AttentionTask & task);

@@ -24,14 +24,17 @@ constexpr int kManyLanes = 3, kManySums = 12;  // of 16 registers
 
 #include "attention_lanes.h"
 #include "indexer_lanes.h"
+#include "latent_lanes.h"
 
 }  // namespace
 
 GGPIPE_TARGET void avx2_attention(const AttentionTask & task) { Attention(task).run(); }
+GGPIPE_TARGET void avx2_latent_attention(const AttentionTask & task, const LatentHead & head) { LatentAttention(task, head).run(); }
 GGPIPE_TARGET void avx2_indexer(const IndexerTask & task) { Indexer(task).run(); }
 
 }  // namespace ggpipe
 #else
 void ggpipe::avx2_attention(const AttentionTask &) {}
+void ggpipe::avx2_latent_attention(const AttentionTask &, const LatentHead &) {}
 void ggpipe::avx2_indexer(const IndexerTask &) {}
 #endif

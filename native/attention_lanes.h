@@ -64,9 +64,9 @@ GGPIPE_TARGET GGPIPE_INLINE inline void score(const F * queries, int64_t n, cons
     }
 }
 
-// Adds cells' values, weighted, to vectors d to d + D of L lanes' results; with `kCounts` the weights to `totals`.
+// Adds cells' values, weighted, to vectors d to d + D of L lanes' results. A lane's weights lie `stride` after another's; with `kCounts` the weights to `totals`.
 template <int L, int D, bool kCounts, class Values, class AtCell>
-GGPIPE_TARGET GGPIPE_INLINE inline void weigh(F * results, int64_t n, const float * weights, F * totals, const Values & values,
+GGPIPE_TARGET GGPIPE_INLINE inline void weigh(F * results, int64_t n, const float * weights, int64_t stride, F * totals, const Values & values,
                                               int64_t d, int n_cells, const AtCell & at_cell) {
     F sums[L * D], total[L];
     for (int l = 0; l < L; l++) {
@@ -77,7 +77,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline void weigh(F * results, int64_t n, const floa
         if (kCounts) at_cell(c);
         F weight[L], value[D];
         if (L < D) {
-            for (int l = 0; l < L; l++) weight[l] = all(weights[l * kTile + c]);
+            for (int l = 0; l < L; l++) weight[l] = all(weights[l * stride + c]);
             for (int i = 0; i < D; i++) {
                 value[0] = values(c, d + i);
                 for (int l = 0; l < L; l++) sums[l * D + i] = multiply_add(weight[l], value[0], sums[l * D + i]);
@@ -86,7 +86,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline void weigh(F * results, int64_t n, const floa
         } else {
             for (int i = 0; i < D; i++) value[i] = values(c, d + i);
             for (int l = 0; l < L; l++) {
-                weight[0] = all(weights[l * kTile + c]);
+                weight[0] = all(weights[l * stride + c]);
                 if (kCounts) total[l] += weight[0];
                 for (int i = 0; i < D; i++) sums[l * D + i] = multiply_add(weight[0], value[i], sums[l * D + i]);
             }
@@ -99,23 +99,24 @@ GGPIPE_TARGET GGPIPE_INLINE inline void weigh(F * results, int64_t n, const floa
 }
 // The same from vector d on, D at a time, then half as many.
 template <int L, int D, bool kCounts, class Values, class AtCell>
-GGPIPE_TARGET GGPIPE_INLINE inline void weigh_all(F * results, int64_t n, const float * weights, F * totals,
+GGPIPE_TARGET GGPIPE_INLINE inline void weigh_all(F * results, int64_t n, const float * weights, int64_t stride, F * totals,
                                                   const Values & values, int64_t d, int n_cells, const AtCell & at_cell) {
     if (n - d < D) {
-        if constexpr (D > 1) weigh_all<L, D / 2, kCounts>(results, n, weights, totals, values, d, n_cells, at_cell);
+        if constexpr (D > 1) weigh_all<L, D / 2, kCounts>(results, n, weights, stride, totals, values, d, n_cells, at_cell);
         return;
     }
-    weigh<L, D, kCounts>(results, n, weights, totals, values, d, n_cells, at_cell);
-    for (d += D; d + D <= n; d += D) weigh<L, D, false>(results, n, weights, totals, values, d, n_cells, at_cell);
-    if constexpr (D > 1) weigh_all<L, D / 2, false>(results, n, weights, totals, values, d, n_cells, at_cell);
+    weigh<L, D, kCounts>(results, n, weights, stride, totals, values, d, n_cells, at_cell);
+    for (d += D; d + D <= n; d += D) weigh<L, D, false>(results, n, weights, stride, totals, values, d, n_cells, at_cell);
+    if constexpr (D > 1) weigh_all<L, D / 2, false>(results, n, weights, stride, totals, values, d, n_cells, at_cell);
 }
 
 class Attention {
    public:
-    GGPIPE_TARGET Attention(const AttentionTask & t) : t_(t), keys_(t.node->src[1]), values_(t.node->src[2]) {
-        n_k_ = (key_columns(keys_) + kWidth - 1) / kWidth;
-        n_v_ = (values_->ne[0] + kWidth - 1) / kWidth;
-        const int64_t n_lanes = t.n_heads * t.n_lanes, n_tile = kTile * std::max(n_k_, n_v_);
+    GGPIPE_TARGET Attention(const AttentionTask & t)
+        : Attention(t, (key_columns(t.node->src[1]) + kWidth - 1) / kWidth, (t.node->src[2]->ne[0] + kWidth - 1) / kWidth, 0) {}
+    GGPIPE_TARGET Attention(const AttentionTask & t, int64_t n_k, int64_t n_v, int64_t n_more)
+        : t_(t), keys_(t.node->src[1]), values_(t.node->src[2]), n_k_(n_k), n_v_(n_v) {
+        const int64_t n_lanes = t.n_heads * t.n_lanes, n_tile = kTile * std::max(n_k_, n_v_) + n_more;
         const size_t n_vectors = n_lanes * (n_k_ + n_v_ + 1) + n_tile;
         queries_ = (F *) t.scratch.of(sizeof(F) * n_vectors + sizeof(float) * (t.n_lanes * kTile + n_lanes));
         results_ = queries_ + n_lanes * n_k_;
@@ -130,10 +131,7 @@ class Attention {
         const bool in_place = t_.n_lanes <= kInPlace && keys_->type == GGML_TYPE_F16 && values_->type == GGML_TYPE_F16 &&
                               keys_->ne[0] % kWidth == 0 && values_->ne[0] % kWidth == 0;
         for (size_t at = 0; at < t_.cells.size(); at += kTile) {
-            n_cells_ = std::min<size_t>(kTile, t_.cells.size() - at);
-            cells_ = t_.cells.data() + at;
-            all_see_ = true;
-            for (int c = 0; c < n_cells_; c++) all_see_ &= t_.by_all[cells_[c]] != 0;
+            begin_tile(at);
             for (int64_t h = 0; h < t_.n_heads; h++) {
                 for (int c = 0; c < kTile; c++) {  // the last tile's missing cells are its last one
                     const int64_t cell = cells_[std::min(c, n_cells_ - 1)];
@@ -144,10 +142,10 @@ class Attention {
                 else run_packed(h, t_.cells.size() - at);
             }
         }
-        end();
+        end(values_->ne[0]);
     }
 
-   private:
+   protected:
     static constexpr int64_t kInPlace = 8;  // most lanes for which F16 cells are not widened once for all
 
     GGPIPE_TARGET const uint8_t * row_of(const ggml_tensor * t, int64_t cell, int64_t head) const {
@@ -160,6 +158,13 @@ class Attention {
     }
     GGPIPE_TARGET GGPIPE_INLINE static void fetch(const uint8_t * row, size_t bytes) {
         for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+    }
+
+    GGPIPE_TARGET void begin_tile(size_t first) {
+        n_cells_ = std::min<size_t>(kTile, t_.cells.size() - first);
+        cells_ = t_.cells.data() + first;
+        all_see_ = true;
+        for (int c = 0; c < n_cells_; c++) all_see_ &= t_.by_all[cells_[c]] != 0;
     }
 
     GGPIPE_TARGET void begin() {
@@ -182,18 +187,18 @@ class Attention {
         }
     }
 
-    GGPIPE_TARGET void end() const {
+    // Stores results of this width.
+    GGPIPE_TARGET void end(int64_t width) const {
         for (int64_t i = 0; i < t_.n_heads * t_.n_lanes; i++) {
             const int64_t head = t_.query_head(i / t_.n_lanes, i % t_.n_lanes), row = t_.row(i % t_.n_lanes);
             float * to = (float *) ((char *) t_.node->data + row * t_.node->nb[2] + head * t_.node->nb[1]);
             const float * from = (const float *) (results_ + i * n_v_), total = *(const float *) &totals_[i];
-            for (int64_t d = 0; d < values_->ne[0]; d++) to[d] = total > 0 ? from[d] / total : 0;
+            for (int64_t d = 0; d < width; d++) to[d] = total > 0 ? from[d] / total : 0;
         }
     }
 
-    // Makes weights of a lane's scores at this tile.
-    GGPIPE_TARGET GGPIPE_INLINE void make_weights(int64_t lane, int64_t i) {
-        float * scores = scores_ + lane * kTile;
+    // Makes weights of a lane's scores at this tile. i: its place among those of all heads.
+    GGPIPE_TARGET GGPIPE_INLINE void make_weights(float * scores, int64_t lane, int64_t i) {
         F * x = (F *) scores;
         for (int c = 0; cap_ != 0 && c < kTile / kWidth; c++) x[c] = all(cap_) * tanh(x[c]);
         if (max_bias_ > 0) add_bias(lane, i, scores);
@@ -245,11 +250,11 @@ class Attention {
             constexpr int L = decltype(n)::value;
             share(lane, L, ahead);
             const float * weights = scores_ + lane * kTile;
-            weigh_all<L, sums_of(L) / L, true>(results + lane * n_v_, n_v_, weights, totals + lane, values, 0, n_cells_, at_cell);
+            weigh_all<L, sums_of(L) / L, true>(results + lane * n_v_, n_v_, weights, kTile, totals + lane, values, 0, n_cells_, at_cell);
         });
     }
     GGPIPE_TARGET GGPIPE_INLINE void make_weights(int64_t head) {
-        for (int64_t lane = 0; lane < t_.n_lanes; lane++) make_weights(lane, head * t_.n_lanes + lane);
+        for (int64_t lane = 0; lane < t_.n_lanes; lane++) make_weights(scores_ + lane * kTile, lane, head * t_.n_lanes + lane);
     }
 
     // Widens F16 cells as they are used. While keys are, the values come into the cache, and while these are, the next keys.

@@ -9,6 +9,7 @@
 #include <memory>
 #include <random>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -36,9 +37,11 @@ Params params_of(ggml_custom_op_t compute, void * state) {
 // How a graph is computed. Nodes become custom operations, or none, only as long as that takes.
 class Computation {
    public:
-    Computation(ggml_cgraph * graph, int n_threads, std::deque<QuantizedMemory> & memories) : fast_(memories) {
+    // `with_latent`: where it can, with operations for latent attention.
+    Computation(ggml_cgraph * graph, int n_threads, bool with_latent, std::deque<QuantizedMemory> & memories) : fast_(memories) {
         fast_.find_states(graph);
         fast_.find_sums(graph);
+        if (with_latent) fast_.find_latent(graph);
         steps_ = steps_of(graph, n_threads, fast_);
         for (const Step & step : steps_) {
             std::vector<ggml_tensor *> products;
@@ -73,6 +76,7 @@ class Computation {
         }
         return status;
     }
+    bool pays() const { return fast_.latent.empty() || fast_.latent_pays(); }
     int64_t n_operations = 0, n_waits;
 
    private:
@@ -96,25 +100,26 @@ class Computation {
     std::vector<Before> before_;
 };
 
-// Computations of graphs that ggml computes again, by their ids and numbers of threads.
+// Computations of graphs that ggml computes again, by their ids and numbers of threads, with latent attention or without.
 class Kept {
    public:
     Kept() { OnOneThread::prepare(); }
-    Computation & of(ggml_cgraph * graph, int n_threads) {
-        std::unique_ptr<Computation> & kept = kept_[{graph->uid, n_threads}];
+    Computation & of(ggml_cgraph * graph, int n_threads, bool with_latent = true) {
+        const std::tuple<uint64_t, int, bool> key{graph->uid, n_threads, with_latent};
+        std::unique_ptr<Computation> & kept = kept_[key];
         if (kept && graph->uid) return *kept;
         n_nodes_ += ggml_graph_n_nodes(graph);
         if (n_nodes_ > kMostNodes) {
             kept_.clear();
             n_nodes_ = ggml_graph_n_nodes(graph);
         }
-        return *(kept_[{graph->uid, n_threads}] = std::make_unique<Computation>(graph, n_threads, memories_));
+        return *(kept_[key] = std::make_unique<Computation>(graph, n_threads, with_latent, memories_));
     }
 
    private:
     static constexpr int kMostNodes = 40000;  // some 500 bytes each
     std::deque<QuantizedMemory> memories_;
-    std::map<std::pair<uint64_t, int>, std::unique_ptr<Computation>> kept_;
+    std::map<std::tuple<uint64_t, int, bool>, std::unique_ptr<Computation>> kept_;
     int n_nodes_ = 0;
 };
 }  // namespace
@@ -122,6 +127,7 @@ class Kept {
 ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph) {
     if (graph.sums.count(node)) return compute_expert_sum;
     if (graph.copied_weights.count(node)) return copy_expert_weights;
+    if (ggml_custom_op_t latent = graph.latent_operation(node)) return latent;
     if (is_product(node)) return compute_product;
     if (can_attend(node)) return compute_attention;
     for (ggml_custom_op_t own : {indexer_operation(node), elementwise_operation(node)}) {
@@ -132,7 +138,8 @@ ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph
 
 ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, Threads & threads) {
     static thread_local Kept kept;
-    Computation & computation = kept.of(graph, threads.n);
+    Computation * const first = &kept.of(graph, threads.n);
+    Computation & computation = first->pays() ? *first : kept.of(graph, threads.n, false);
     threads.n_operations += computation.n_operations;
     threads.n_waits += computation.n_waits;
     return computation.compute(backend, graph);

@@ -55,6 +55,10 @@ struct FastGraph {
     std::deque<Quantized> quantized;
     std::deque<Product> products;
     std::map<const ggml_tensor *, State> states;  // by each of their nodes
+    struct Latent {  // attention of a run with many rows, and the products before and after it with its heads' matrices
+        const ggml_tensor * queries, * attention, * results;
+    };
+    std::map<const ggml_tensor *, Latent> latent;  // by each of their nodes
     std::map<const ggml_tensor *, const ggml_tensor *> sums;  // of experts: the last addition, and the product with their weights
     std::set<const ggml_tensor *> in_sums, copied_weights;    // other nodes of these; products whose weights go to `weights`
     std::vector<float> weights;
@@ -63,6 +67,9 @@ struct FastGraph {
     void begin();  // before each time that the graph is computed
     void find_states(ggml_cgraph * graph);
     void find_sums(ggml_cgraph * graph);
+    void find_latent(ggml_cgraph * graph);  // see latent.cpp
+    bool latent_pays() const;               // if there are any
+    ggml_custom_op_t latent_operation(const ggml_tensor * node) const;
 };
 
 // Flash attention for any number of rows; see attention.cpp.

@@ -1,0 +1,77 @@
+"""Latent attention of long prompts, with keys and values of each head: ggml's logits but for rounding, and the same bits
+for every number of threads. Runs whose rows share few cells have the bits of short ones."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.architectures import SMALL, write
+from support.pipeline import Pipeline
+from support.reference import Logits
+
+from ggpipe.config.context import ContextConfig
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
+from ggpipe.llama import machine
+
+CONTEXT = ContextConfig(n_ctx=2048, n_seq=64)
+LONG = (512, 512, 300, 1, 5)
+"""Rows of the runs of a prompt: in the second and the third, each head has its own keys and values."""
+SHORT = (200,) * 6 + (124, 1, 5)
+
+pytestmark = pytest.mark.skipif(
+    not {"AVX2", "FMA", "F16C"} <= set(machine.cpu_features()), reason="needs a CPU with AVX2"
+)
+
+
+@pytest.fixture(scope="module", params=["deepseek2", "mistral4", "kimi-linear"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(request.param, tmp_path_factory.mktemp("latent") / "model.gguf", sizes=SMALL)
+
+
+def rows_of(n: int) -> list[Row]:
+    tokens = np.random.default_rng(1).integers(0, 100, n).tolist()
+    return [Row(token=token, pos=pos, seqs=(0,), request=0, logits_request=0) for pos, token in enumerate(tokens)]
+
+
+def logits(path: Path, rows: Sequence[Row], counts: Sequence[int], context: ContextConfig = CONTEXT, threads: int = 1) -> Logits:
+    """Of all rows, in runs of these lengths: (rows, vocabulary)."""
+    with Pipeline(path, (), context, threads=threads) as pipeline:
+        parts, first = [], 0
+        for i, n in enumerate(counts, 1):
+            run = Run(id=i, rows=tuple(rows[first : first + n]), ops=(), logits_requests=(LogitsRequest(LogitsKind.FULL),))
+            parts.append(pipeline.decode(run))
+            first += n
+    return np.concatenate(parts)
+
+
+def test_equals_short_runs_and_ggml_but_for_rounding(model: Path) -> None:
+    """A few rows differ by more: experts whose scores are nearly tied."""
+    rows = rows_of(sum(LONG))
+    ours = logits(model, rows, LONG)
+    for others in (logits(model, rows, SHORT), logits(model, rows, LONG, replace(CONTEXT, fast_kernels=False))):
+        differences = np.abs(ours - others).max(axis=1) / others.std()
+        assert 0 < np.median(differences[512:]) < 0.01
+        assert np.quantile(differences, 0.95) < 0.05
+    np.testing.assert_array_equal(ours[:512], logits(model, rows, SHORT)[:512])
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_same_bits_for_every_number_of_threads(model: Path, threads: int) -> None:
+    rows = rows_of(sum(LONG))
+    np.testing.assert_array_equal(logits(model, rows, LONG, threads=threads), logits(model, rows, LONG))
+
+
+def test_rows_of_many_sequences_share_too_few_cells(model: Path) -> None:
+    """64 of them, with four rows each: a run has the bits of shorter ones."""
+    n_seq, n = CONTEXT.n_seq, 4
+    before = [replace_seq(row, seq) for row in rows_of(20) for seq in range(n_seq)]
+    more = [replace_seq(row, seq) for row in rows_of(20 + n)[20:] for seq in range(n_seq)]
+    rows = [*before, *more]
+    together = logits(model, rows, (*[64] * 20, 256))
+    np.testing.assert_array_equal(logits(model, rows, (*[64] * 24,)), together)
+
+
+def replace_seq(row: Row, seq: int) -> Row:
+    return Row(token=row.token, pos=row.pos, seqs=(seq,), request=0, logits_request=0)
