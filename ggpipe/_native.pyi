@@ -40,6 +40,14 @@ def attend(*, queries: Annotated[NDArray[numpy.float32], dict(shape=(None, None,
     bias and the cap of scores (0: none). Returns (rows, heads, width). fast: with our own kernel. Raises RuntimeError.
     """
 
+def index_cells(*, queries: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], keys: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)], key_type: int, weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], mask: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], n_selected: int, n_threads: int = 1, fast: bool = True) -> tuple[list[float], list[int]]:
+    """
+    One indexer of sparse attention alone, as a stage computes it, for tests: f32 queries (rows, heads, width), keys (cells,
+    bytes) of a ggml type, weights of the heads (rows, heads), and a mask (rows, cells) as the bits of f16 numbers. Returns
+    scores (rows, cells), and the cells of the highest ones (rows, n_selected). fast: with our own kernels. Raises
+    RuntimeError.
+    """
+
 def sum_experts(*, experts: Sequence[float], weights: Sequence[float], n_used: int, n_threads: int = 1, fast: bool = True) -> list[float]:
     """
     Results of experts (tokens, experts, columns), weighted by (tokens, experts) and added up as a stage does it (fast: with our

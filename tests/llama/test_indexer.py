@@ -16,6 +16,7 @@ from support.reference import Logits
 from ggpipe.config.context import ContextConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
 from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import native
 
 pytestmark = pytest.mark.skipif(
@@ -62,7 +63,7 @@ class Inputs:
         data = self.keys.view({Type.F16: np.float16, Type.F32: np.float32}.get(self.kind, np.uint8))
         keys = np.asarray(dequantize(data, self.kind), np.float64)
         products = np.einsum("rhw,cw->rhc", self.queries, keys)
-        return np.einsum("rhc,rh->rc", np.maximum(products, 0), self.weights) + self.mask
+        return np.asarray(np.einsum("rhc,rh->rc", np.maximum(products, 0), self.weights) + self.mask, np.float64)
 
     def __getitem__(self, rows: slice) -> "Inputs":
         return replace(self, queries=self.queries[rows], weights=self.weights[rows], mask=self.mask[rows])
@@ -137,9 +138,7 @@ CONTEXT = ContextConfig(n_ctx=512, n_seq=2)
 def logits(path: Path, context: ContextConfig = CONTEXT, *, threads: int = 1, apart: bool = False) -> Logits:
     """Of 120 rows of two sequences, (rows, vocabulary). `apart`: each in a run of its own."""
     tokens = np.random.default_rng(1).integers(0, 100, 120).tolist()
-    rows = [
-        Row(token=token, pos=i // 2, seqs=(i % 2,), request=0, logits_request=0) for i, token in enumerate(tokens)
-    ]
+    rows = [Row(token=token, pos=i // 2, seqs=(i % 2,), request=0, logits_request=0) for i, token in enumerate(tokens)]
     runs = [(row,) for row in rows] if apart else [tuple(rows[:70]), tuple(rows[70:71]), tuple(rows[71:])]
     with Pipeline(path, (), context, threads=threads) as pipeline:
         return np.concatenate(

@@ -1,5 +1,5 @@
-"""Latent attention of long prompts, with keys and values of each head: ggml's logits but for rounding, and the same bits
-for every number of threads. Runs whose rows share few cells have the bits of short ones."""
+"""Latent attention of long prompts, with keys and values for each head: ggml's logits but for rounding, and the same
+bits for every number of threads. Runs whose rows share few cells have the bits of short ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.architectures import SMALL, write
 from support.pipeline import Pipeline
 from support.reference import Logits
@@ -35,15 +36,34 @@ def rows_of(n: int) -> list[Row]:
     return [Row(token=token, pos=pos, seqs=(0,), request=0, logits_request=0) for pos, token in enumerate(tokens)]
 
 
-def logits(path: Path, rows: Sequence[Row], counts: Sequence[int], context: ContextConfig = CONTEXT, threads: int = 1) -> Logits:
-    """Of all rows, in runs of these lengths: (rows, vocabulary)."""
-    with Pipeline(path, (), context, threads=threads) as pipeline:
-        parts, first = [], 0
-        for i, n in enumerate(counts, 1):
-            run = Run(id=i, rows=tuple(rows[first : first + n]), ops=(), logits_requests=(LogitsRequest(LogitsKind.FULL),))
-            parts.append(pipeline.decode(run))
-            first += n
-    return np.concatenate(parts)
+def in_sequence(row: Row, seq: int) -> Row:
+    return structs.replace(row, seqs=(seq,))
+
+
+def logits(
+    path: Path,
+    rows: Sequence[Row],
+    counts: Sequence[int],
+    context: ContextConfig = CONTEXT,
+    threads: int = 1,
+    shares: tuple[float, ...] = (),
+) -> Logits:
+    """Of all rows, in runs of these lengths: (rows, vocabulary). `shares`: of a group, if there are any."""
+    ends = np.cumsum(counts)
+    with Pipeline(path, (), context, threads=threads, shares=[shares] if shares else ()) as pipeline:
+        return np.concatenate(
+            [
+                pipeline.decode(
+                    Run(
+                        id=end,
+                        rows=tuple(rows[end - n : end]),
+                        ops=(),
+                        logits_requests=(LogitsRequest(LogitsKind.FULL),),
+                    )
+                )
+                for n, end in zip(counts, ends.tolist(), strict=True)
+            ]
+        )
 
 
 def test_equals_short_runs_and_ggml_but_for_rounding(model: Path) -> None:
@@ -63,15 +83,19 @@ def test_same_bits_for_every_number_of_threads(model: Path, threads: int) -> Non
     np.testing.assert_array_equal(logits(model, rows, LONG, threads=threads), logits(model, rows, LONG))
 
 
+def test_a_group_divides_the_heads(model: Path) -> None:
+    rows = rows_of(sum(LONG))
+    whole, group = logits(model, rows, LONG), logits(model, rows, LONG, shares=(1, 1))
+    differences = np.abs(whole - group).max(axis=1) / whole.std()
+    assert np.median(differences) < 0.01
+    assert np.quantile(differences, 0.95) < 0.05
+
+
 def test_rows_of_many_sequences_share_too_few_cells(model: Path) -> None:
     """64 of them, with four rows each: a run has the bits of shorter ones."""
     n_seq, n = CONTEXT.n_seq, 4
-    before = [replace_seq(row, seq) for row in rows_of(20) for seq in range(n_seq)]
-    more = [replace_seq(row, seq) for row in rows_of(20 + n)[20:] for seq in range(n_seq)]
+    before = [in_sequence(row, seq) for row in rows_of(20) for seq in range(n_seq)]
+    more = [in_sequence(row, seq) for row in rows_of(20 + n)[20:] for seq in range(n_seq)]
     rows = [*before, *more]
     together = logits(model, rows, (*[64] * 20, 256))
     np.testing.assert_array_equal(logits(model, rows, (*[64] * 24,)), together)
-
-
-def replace_seq(row: Row, seq: int) -> Row:
-    return Row(token=row.token, pos=row.pos, seqs=(seq,), request=0, logits_request=0)
