@@ -1,9 +1,10 @@
 """Layers of mixtures and of recurrent models, with ggpipe's kernels and with ggml's; run it as `scripts/bench/layers`.
 
 Models are random ones in Q4_K_M whose four layers are as large as real ones (tests/support/architectures.py). Two
-stages continue the same sequence in turn. A line for each model and number of rows: milliseconds of a run, medians, and
-the ratio of the two with the quartiles of the rounds; then how often ggpipe's threads wait for each other in a run, and
-the number of its operations. ggml's threads wait after each of these, but for norms and their weights, which are one.
+stages continue the same sequence in turn, or with `--context` the same beginning of it. A line for each model and
+number of rows: milliseconds of a run, medians, and the ratio of the two with the quartiles of the rounds; then how
+often ggpipe's threads wait for each other in a run, and the number of its operations. ggml's threads wait after each
+of these, but for norms and their weights, which are one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from support.zoo import Value
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
-from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import start
 from ggpipe.llama.stage import Stage
@@ -50,6 +51,28 @@ SHAPES = {
             "full_attention_interval": 4, "attention.head_count_kv": 2,
         },
     ),
+    # Half as wide as DeepSeek-V3, with half the heads and 8 of 16 experts instead of 256; latent attention
+    "deepseek2": Shape(
+        Sizes(width=3584, n_head=64, n_ff=1024, n_experts=16), {"expert_used_count": 8, "attention.q_lora_rank": 1536}
+    ),
+    # The same for DeepSeek-V3.2 and GLM-5, whose rows see at most 2048 cells
+    "deepseek32": Shape(
+        Sizes(width=3584, n_head=64, n_ff=1024, n_experts=16, n_indexers=64),
+        {"expert_used_count": 8, "attention.q_lora_rank": 1536, "attention.indexer.top_k": 2048},
+    ),
+    # As wide as half of DeepSeek-V4: four hidden states for each token
+    "deepseek4": Shape(
+        Sizes(width=2048, n_head=16, n_ff=768, n_experts=16, n_indexers=32),
+        {"expert_used_count": 4, "attention.indexer.top_k": 1024},
+    ),
+    # Each head of keys sees 16 blocks of 128 cells
+    "minimax-m3": Shape(
+        Sizes(width=2048, n_head=16, n_ff=768, n_experts=16, n_indexers=4),
+        {
+            "expert_used_count": 4, "attention.head_count_kv": 4, "attention.indexer.head_count": 4,
+            "attention.indexer.top_k": 16, "attention.indexer.block_size": 128,
+        },
+    ),
     "mamba2": Shape(
         Sizes(width=2048, n_head=16), {"ssm.inner_size": 4096, "ssm.time_step_rank": 64, "ssm.group_count": 8}
     ),
@@ -60,16 +83,24 @@ SHAPES = {
 
 
 class Continued:
-    """A stage of all layers that continues one sequence."""
+    """A stage of all layers that continues one sequence, or its first `context` tokens."""
 
-    def __init__(self, file: ModelFile, path: Path, threads: int, *, fast: bool) -> None:
-        context = ContextConfig(n_ctx=N_CTX, fast_kernels=fast)
-        self._stage = Stage(file, (0, file.n_layer), ModelConfig(path=path), context, (threads, threads))
+    def __init__(self, file: ModelFile, path: Path, threads: int, context: int = 0, *, fast: bool) -> None:
+        config = ContextConfig(n_ctx=N_CTX, fast_kernels=fast)
+        self._stage = Stage(file, (0, file.n_layer), ModelConfig(path=path), config, (threads, threads))
         self._run = self._pos = 0
+        self._kept = 0
+        while self._pos < context:
+            self.decode(min(512, context - self._pos))
+        self._kept = context
 
     def decode(self, n: int) -> float:
         """Milliseconds of n rows more."""
-        if self._pos + n > N_CTX:
+        ops: tuple[KvOp, ...] = ()
+        if self._kept:
+            self._pos = self._kept
+            ops = (KvOp(KvKind.RM, 0, -1, self._kept, -1),)
+        elif self._pos + n > N_CTX:
             self._stage.forget_all()
             self._pos = 0
         self._run += 1
@@ -79,7 +110,7 @@ class Continued:
         )
         self._pos += n
         outcome = self._stage.decode(
-            Run(id=self._run, rows=rows, logits_requests=(LogitsRequest(LogitsKind.TOP, 1),)), None
+            Run(id=self._run, rows=rows, ops=ops, logits_requests=(LogitsRequest(LogitsKind.TOP, 1),)), None
         )
         return outcome.compute_s * 1e3
 
@@ -89,16 +120,16 @@ class Continued:
         return self._stage._native.waits
 
 
-def bench(name: str, folder: Path, threads: int, rounds: int) -> None:
+def bench(name: str, folder: Path, args: argparse.Namespace) -> None:
     """Print a line for each number of rows."""
     shape = SHAPES[name]
     whole = write(name, folder / f"{name}.gguf", n_layer=4, sizes=shape.sizes, more=shape.more)
     path = quantize(whole, folder / f"{name}-q4.gguf", "Q4_K_M")
     whole.unlink()
     file = ModelFile.open(path)
-    ggml, own = (Continued(file, path, threads, fast=fast) for fast in (False, True))
-    for n in N_ROWS:
-        pairs = [(ggml.decode(n), own.decode(n)) for _ in range(rounds + 1)][1:]  # the first round warms up
+    ggml, own = (Continued(file, path, args.threads, args.context, fast=fast) for fast in (False, True))
+    for n in args.rows:
+        pairs = [(ggml.decode(n), own.decode(n)) for _ in range(args.rounds + 1)][1:]  # the first round warms up
         low, ratio, high = statistics.quantiles([b / a for a, b in pairs], n=4)
         before, after = (statistics.median(column) for column in zip(*pairs, strict=True))
         times = f"{before:8.1f} {after:8.1f}  {ratio:.2f} [{low:.2f}-{high:.2f}]"
@@ -111,14 +142,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[[], *SHAPES], help=f"some of {', '.join(SHAPES)}; default: all")
     parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--rows", type=int, nargs="+", default=N_ROWS)
+    parser.add_argument(
+        "--context", type=int, default=0, help="tokens before each run; default: those of the runs before"
+    )
     parser.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
     start()
-    print(f"layers: {args.threads} threads, {args.rounds} rounds")
+    print(f"layers: {args.threads} threads, {args.context or 'the last'} tokens before each run, {args.rounds} rounds")
     print("model       rows     ggml     ours  ratio             waits    ops")
     for name in args.models or SHAPES:
         with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
-            bench(name, Path(folder), args.threads, args.rounds)
+            bench(name, Path(folder), args)
 
 
 if __name__ == "__main__":
