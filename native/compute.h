@@ -19,7 +19,8 @@ struct Threads {  // of a stage
 };
 
 // As ggml_backend_graph_compute on a CPU backend with these threads, with operations of our own where they can; see fast.h.
-ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, Threads & threads);
+// `exact`: only those with which a row has the same bits in any run.
+ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, Threads & threads, bool exact = false);
 
 class CellOrder {  // KV cells in the order in which they were written; see cell_order.cpp
    public:

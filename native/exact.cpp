@@ -73,7 +73,7 @@ bool repacking_breaks(ggml_type type, bool fast) {
 }
 
 ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order, bool fast, Threads & threads) {
-    const auto compute = [&](ggml_cgraph * g) { return fast ? compute_fast(backend, g, threads) : ggml_backend_graph_compute(backend, g); };
+    const auto compute = [&](ggml_cgraph * g) { return fast ? compute_fast(backend, g, threads, /*exact*/ true) : ggml_backend_graph_compute(backend, g); };
     const int n_nodes = ggml_graph_n_nodes(graph);
     cell_order.begin_graph();
     size_t n_parts = 0;

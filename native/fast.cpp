@@ -104,7 +104,7 @@ class Computation {
 class Kept {
    public:
     Kept() { OnOneThread::prepare(); }
-    Computation & of(ggml_cgraph * graph, int n_threads, bool with_latent = true) {
+    Computation & of(ggml_cgraph * graph, int n_threads, bool with_latent) {
         const std::tuple<uint64_t, int, bool> key{graph->uid, n_threads, with_latent};
         std::unique_ptr<Computation> & kept = kept_[key];
         if (kept && graph->uid) return *kept;
@@ -136,9 +136,9 @@ ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph
     return recurrent_operation(node, graph);
 }
 
-ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, Threads & threads) {
+ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, Threads & threads, bool exact) {
     static thread_local Kept kept;
-    Computation * const first = &kept.of(graph, threads.n);
+    Computation * const first = &kept.of(graph, threads.n, !exact);
     Computation & computation = first->pays() ? *first : kept.of(graph, threads.n, false);
     threads.n_operations += computation.n_operations;
     threads.n_waits += computation.n_waits;

@@ -83,6 +83,12 @@ def test_same_bits_for_every_number_of_threads(model: Path, threads: int) -> Non
     np.testing.assert_array_equal(logits(model, rows, LONG, threads=threads), logits(model, rows, LONG))
 
 
+def test_exact_runs_have_the_bits_of_short_ones(model: Path) -> None:
+    exact = replace(CONTEXT, exact=True, fast_kernels=True)
+    rows = rows_of(sum(LONG))
+    np.testing.assert_array_equal(logits(model, rows, LONG, exact), logits(model, rows, SHORT, exact))
+
+
 def test_a_group_divides_the_heads(model: Path) -> None:
     rows = rows_of(sum(LONG))
     whole, group = logits(model, rows, LONG), logits(model, rows, LONG, shares=(1, 1))
