@@ -54,8 +54,7 @@ template <ggml_type T> GGPIPE_TARGET GGPIPE_INLINE inline void unpack(const uint
     }
 }
 
-// Rows of `width` numbers as n vectors each; missing numbers are 0. With `kApart`, minima come after a row's
-// numbers.
+// Rows of `width` numbers as n vectors each; missing numbers are 0. With `kApart`, minima come after a row's numbers.
 template <ggml_type T, bool kApart>
 GGPIPE_TARGET __attribute__((noinline)) void widen(const uint8_t * const * rows, int64_t width, int n_rows, F * to, int64_t n) {
     for (int c = 0; c < n_rows; c++, to += n) {

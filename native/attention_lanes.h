@@ -13,7 +13,7 @@
 
 #include "attention_cells.h"
 
-constexpr int kSums = 8;  // of less lanes than kManyLanes
+constexpr int kSums = 8;  // of other numbers of lanes than kManyLanes
 constexpr int sums_of(int n_lanes) { return n_lanes == kManyLanes ? kManySums : kSums; }
 constexpr float kLowest = -1e30f;  // below any score; unlike infinity, it may be subtracted from itself
 
@@ -64,7 +64,8 @@ GGPIPE_TARGET GGPIPE_INLINE inline void score(const F * queries, int64_t n, cons
     }
 }
 
-// Adds cells' values, weighted, to vectors d to d + D of L lanes' results. A lane's weights lie `stride` after another's; with `kCounts` the weights to `totals`.
+// Adds cells' values, weighted, to vectors d to d + D of L lanes' results; with `kCounts` the weights to `totals`. A lane's weights
+// lie `stride` after those of the lane before.
 template <int L, int D, bool kCounts, class Values, class AtCell>
 GGPIPE_TARGET GGPIPE_INLINE inline void weigh(F * results, int64_t n, const float * weights, int64_t stride, F * totals, const Values & values,
                                               int64_t d, int n_cells, const AtCell & at_cell) {

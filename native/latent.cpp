@@ -10,6 +10,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -138,10 +141,12 @@ void compute_latent_attention(ggml_tensor * node, int thread, int n_threads, voi
 void FastGraph::find_latent(ggml_cgraph * graph) {
     std::map<const ggml_tensor *, int> uses;  // as a source, but for views
     std::map<const ggml_tensor *, const ggml_tensor *> users;
+    std::set<const ggml_tensor *> nodes;  // all of an attention's have to be in this graph, which may be a part of one
     std::vector<std::pair<const ggml_tensor *, const ggml_tensor *>> found;
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
         if (is_view(node)) continue;
+        nodes.insert(node);
         for (const ggml_tensor * source : node->src) {
             if (!source) continue;
             uses[source_of(source)]++;
@@ -151,7 +156,7 @@ void FastGraph::find_latent(ggml_cgraph * graph) {
     }
     for (const auto & [attention, product] : found) {
         const ggml_tensor * results = users[attention], * all = source_of(attention->src[0]);
-        const bool is_private = uses[attention] == 1 && uses[all] == 1 && uses[product] == 1;
+        const bool is_private = uses[attention] == 1 && uses[all] == 1 && uses[product] == 1 && nodes.count(product);
         const bool fits = is_private && results && is_of_heads(results, attention->src[0]->ne[2]) && results->src[0]->ne[0] == attention->ne[0] &&
                           results->src[0]->ne[1] % kColumns == 0 && results->src[0]->ne[1] <= attention->ne[0] &&
                           results->src[1]->data == attention->data && results->src[1]->nb[1] == attention->nb[2] &&
@@ -161,23 +166,26 @@ void FastGraph::find_latent(ggml_cgraph * graph) {
     }
 }
 
-// Whether rows share so many cells that it takes less time: not if they belong to many sequences.
+// Whether rows share enough cells for it to take less time: not if they belong to many sequences, or see a window each.
 bool FastGraph::latent_pays() const {
-    const ggml_tensor * mask = latent.begin()->second.attention->src[3];
-    std::vector<uint8_t> is_seen(mask->ne[0]);
-    int64_t n_pairs = 0;  // of a row and a cell
-    for (int64_t row = 0; row < latent.begin()->second.attention->src[0]->ne[1]; row++) {
-        const uint16_t * cells = (const uint16_t *) ((const char *) mask->data + row * mask->nb[1]);
-        uint32_t n = 0;
-        for (int64_t c = 0; c < mask->ne[0]; c++) {
-            const uint8_t sees = cells[c] != kHidden;
-            is_seen[c] |= sees;
-            n += sees;
+    std::set<const ggml_tensor *> masks;
+    for (const auto & [node, l] : latent) masks.insert(l.attention->src[3]);
+    return std::all_of(masks.begin(), masks.end(), [&](const ggml_tensor * mask) {
+        std::vector<uint8_t> is_seen(mask->ne[0]);
+        int64_t n_pairs = 0;  // of a row and a cell
+        for (int64_t row = 0; row < mask->ne[1]; row++) {
+            const uint16_t * cells = (const uint16_t *) ((const char *) mask->data + row * mask->nb[1]);
+            uint32_t n = 0;
+            for (int64_t c = 0; c < mask->ne[0]; c++) {
+                const uint8_t sees = cells[c] != kHidden;
+                is_seen[c] |= sees;
+                n += sees;
+            }
+            n_pairs += n;
         }
-        n_pairs += n;
-    }
-    const int64_t n_cells = std::count(is_seen.begin(), is_seen.end(), 1);
-    return n_cells * kOfCell + n_pairs * kOfRow < n_pairs * kOfLatentRow;
+        const int64_t n_cells = std::count(is_seen.begin(), is_seen.end(), 1);
+        return n_cells * kOfCell + n_pairs * kOfRow < n_pairs * kOfLatentRow;
+    });
 }
 
 ggml_custom_op_t FastGraph::latent_operation(const ggml_tensor * node) const {
