@@ -27,7 +27,7 @@ using LatentKernel = void (*)(const AttentionTask &, const LatentHead &);
 const CpuFeatures cpu = cpu_features();
 const LatentKernel kernel = cpu.avx512 ? avx512_latent_attention : cpu.avx2 ? avx2_latent_attention : nullptr;
 constexpr int64_t kFewestRows = 256, kFewestCells = 1024;
-constexpr int64_t kLeastOfTask = 128, kMostOfTask = 1024;  // rows; queries and results of more would leave the caches
+constexpr int64_t kLeastOfTask = 128, kMostOfTask = 2048;  // rows; queries and results of more would leave the caches
 constexpr int64_t kColumns = 16;  // all vectors are whole ones
 
 const ggml_tensor * source_of(const ggml_tensor * t) {  // of a view

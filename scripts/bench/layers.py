@@ -1,10 +1,10 @@
 """Layers of mixtures and of recurrent models, with ggpipe's kernels and with ggml's; run it as `scripts/bench/layers`.
 
 Models are random ones in Q4_K_M whose four layers are as large as real ones (tests/support/architectures.py). Two
-stages continue the same sequence in turn, or with `--context` the same beginning of it. A line for each model and
-number of rows: milliseconds of a run, medians, and the ratio of the two with the quartiles of the rounds; then how
-often ggpipe's threads wait for each other in a run, and the number of its operations. ggml's threads wait after each
-of these, but for norms and their weights, which are one.
+stages continue the same sequence in turn, with `--context` from the same place if the model can forget the rest. A line
+for each model and number of rows: milliseconds of a run, medians, and the ratio of the two with the quartiles of the
+rounds; then how often ggpipe's threads wait for each other in a run, and the number of its operations. ggml's threads
+wait after each of these, but for norms and their weights, which are one.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Continued:
     def decode(self, n: int) -> float:
         """Milliseconds of n rows more."""
         ops: tuple[KvOp, ...] = ()
-        if self._kept:
+        if self._kept and self._stage.rolls_back:
             self._pos = self._kept
             ops = (KvOp(KvKind.RM, 0, -1, self._kept, -1),)
         elif self._pos + n > N_CTX:
