@@ -8,7 +8,7 @@ class Indexer {
         n_vectors_ = (queries_->ne[0] + kWidth - 1) / kWidth;
         n_heads_ = queries_->ne[1];
         n_tiles_ = (t.end_cell - t.first_cell + kTile - 1) / kTile;
-        const int64_t n_queries = (t.end_row - t.first_row) * n_heads_ * n_vectors_, n_keys = n_tiles_ * kTile * n_vectors_;
+        const int64_t n_queries = n_heads_ * n_vectors_, n_keys = n_tiles_ * kTile * n_vectors_;
         query_ = (F *) t.scratch.of(sizeof(F) * (n_queries + n_keys) + sizeof(float) * n_heads_ * kTile);
         key_ = query_ + n_queries;
         scores_ = (float *) (key_ + n_keys);
@@ -17,8 +17,8 @@ class Indexer {
     GGPIPE_TARGET void run() {
         for (int64_t tile = 0; tile < n_tiles_; tile++) widen_tile(tile);
         for (int64_t row = t_.first_row; row < t_.end_row; row++) {
-            const F * queries = copy(row);
-            for (int64_t tile = 0; tile < n_tiles_; tile++) score_tile(row, queries, tile);
+            copy_queries(row);
+            for (int64_t tile = 0; tile < n_tiles_; tile++) score_tile(row, tile);
         }
     }
 
@@ -44,23 +44,22 @@ class Indexer {
         widen<false>(keys_, rows, kTile, key_ + tile * kTile * n_vectors_, n_vectors_);
     }
 
-    GGPIPE_TARGET const F * copy(int64_t row) const {
-        F * to = query_ + (row - t_.first_row) * n_heads_ * n_vectors_;
+    GGPIPE_TARGET void copy_queries(int64_t row) const {
+        F * to = query_;
         for (int64_t h = 0; h < n_heads_; h++, to += n_vectors_) {
             const char * from = (const char *) queries_->data + h * queries_->nb[1] + row * queries_->nb[2];
             to[n_vectors_ - 1] = F{};
             memcpy((void *) to, from, queries_->ne[0] * sizeof(float));
         }
-        return to - n_heads_ * n_vectors_;
     }
 
-    GGPIPE_TARGET void score_tile(int64_t row, const F * queries, int64_t tile) const {
+    GGPIPE_TARGET void score_tile(int64_t row, int64_t tile) const {
         const ggml_tensor * weights = t_.node->src[2];
         const int64_t first = t_.first_cell + tile * kTile, n_vectors = n_vectors_;
         const int n_cells = cells_of(tile);
         alignas(64) float sums[kTile] = {};
         if (sees(row, tile)) {
-            const F * tile_keys = key_ + tile * kTile * n_vectors;
+            const F * queries = query_, * tile_keys = key_ + tile * kTile * n_vectors;
             const auto keys = [=](int c, int64_t d) GGPIPE_TARGET GGPIPE_INLINE { return tile_keys[c * n_vectors + d]; };
             for_lanes(n_heads_, [&](auto n, int64_t head) GGPIPE_TARGET GGPIPE_INLINE {
                 score<decltype(n)::value>(queries + head * n_vectors, n_vectors, keys, 0, kTile, scores_ + head * kTile);
@@ -83,6 +82,6 @@ class Indexer {
     const IndexerTask & t_;
     const ggml_tensor * queries_, * keys_;
     int64_t n_vectors_, n_heads_, n_tiles_;  // vectors of a key
-    F * query_, * key_;                      // of each head of each row; of each cell of each tile
+    F * query_, * key_;                      // of each head of a row; of each cell of each tile
     float * scores_;                         // of each head at a tile's cells
 };

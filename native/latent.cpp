@@ -1,12 +1,12 @@
 // Latent attention (MLA) of long prompts.
 //
-// A cell holds a vector (the latent one, of 512 numbers) from which each head has its own keys and values, of 128 numbers, by its
-// matrices. libllama never computes these: it moves the matrices to queries and results, so that all heads attend to the latent
-// vector itself. That is best for a few rows. But a row then multiplies 1088 numbers for each head and cell instead of 320.
+// A cell holds a latent vector of 512 numbers, from which each head can compute its own key and value of 128 numbers. libllama
+// applies the heads' matrices to queries and results instead, so that all heads attend to the latent vectors. That is best for a
+// few rows, but a row then multiplies 1088 numbers for each head and cell instead of 320.
 //
-// Here, if a run has many rows, each head's keys and values are computed once for all of them, a tile of cells at a time, and never
-// stored. Nodes of the graph carry the rows: the product that would move keys' matrix to the queries copies these instead, and the
-// one with values' matrix copies the results.
+// Here, if a run has many rows, keys and values are computed for each head once for all rows, a tile of cells at a time, and never
+// stored. The graph remains the same: the product that would apply the keys' matrix to the queries copies these, and the product
+// with the values' matrix copies attention's results.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -67,7 +67,7 @@ bool is_of_heads(const ggml_tensor * node, int64_t n_heads) {
            source->nb[0] == sizeof(float) && source->ne[2] == n_heads && source->ne[3] == 1;
 }
 
-// The product that moves keys' matrix to an attention's queries; nullptr: the attention is of another kind, or has too few rows.
+// The product that applies the keys' matrices to an attention's queries; nullptr: the attention is of another kind, or has too few rows.
 const ggml_tensor * queries_of(const ggml_tensor * node) {
     if (!kernel || !can_attend(node) || node->src[4]) return nullptr;
     const ggml_tensor * q = node->src[0], * k = node->src[1], * v = node->src[2], * mask = node->src[3];
@@ -139,10 +139,15 @@ void compute_latent_attention(ggml_tensor * node, int thread, int n_threads, voi
 }  // namespace
 
 void FastGraph::find_latent(ggml_cgraph * graph) {
+    std::vector<std::pair<const ggml_tensor *, const ggml_tensor *>> found;  // attention, and the product before it
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (const ggml_tensor * product = node->op == GGML_OP_FLASH_ATTN_EXT ? queries_of(node) : nullptr) found.emplace_back(node, product);
+    }
+    if (found.empty()) return;
     std::map<const ggml_tensor *, int> uses;  // as a source, but for views
     std::map<const ggml_tensor *, const ggml_tensor *> users;
     std::set<const ggml_tensor *> nodes;  // all of an attention's have to be in this graph, which may be a part of one
-    std::vector<std::pair<const ggml_tensor *, const ggml_tensor *>> found;
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
         if (is_view(node)) continue;
@@ -152,7 +157,6 @@ void FastGraph::find_latent(ggml_cgraph * graph) {
             uses[source_of(source)]++;
             users[source_of(source)] = node;
         }
-        if (const ggml_tensor * product = node->op == GGML_OP_FLASH_ATTN_EXT ? queries_of(node) : nullptr) found.emplace_back(node, product);
     }
     for (const auto & [attention, product] : found) {
         const ggml_tensor * results = users[attention], * all = source_of(attention->src[0]);

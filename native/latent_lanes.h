@@ -21,6 +21,7 @@ class LatentAttention : Attention {
         begin();
         for (size_t at = 0; at < t_.cells.size(); at += kTile) {
             begin_tile(at);
+            // all heads share the cells: there is no row of the task's own head
             for (int c = 0; c < kTile; c++) key_rows_[c] = row_of(keys_, cells_[std::min(c, n_cells_ - 1)], -t_.first_head);
             make_tile();
             for (int64_t lane = 0; lane < t_.n_lanes; lane += kMaxLanes) {

@@ -60,12 +60,12 @@ SHAPES = {
         Sizes(width=3584, n_head=64, n_ff=1024, n_experts=16, n_indexers=64),
         {"expert_used_count": 8, "attention.q_lora_rank": 1536, "attention.indexer.top_k": 2048},
     ),
-    # As wide as half of DeepSeek-V4: four hidden states for each token
+    # As DeepSeek-V4, but narrower: four hidden states for each token
     "deepseek4": Shape(
         Sizes(width=2048, n_head=16, n_ff=768, n_experts=16, n_indexers=32),
         {"expert_used_count": 4, "attention.indexer.top_k": 1024},
     ),
-    # Each head of keys sees 16 blocks of 128 cells
+    # As MiniMax-M3, but narrower: each head of keys sees 16 blocks of 128 cells
     "minimax-m3": Shape(
         Sizes(width=2048, n_head=16, n_ff=768, n_experts=16, n_indexers=4),
         {

@@ -150,7 +150,7 @@ def only(text: str) -> str:
 
 def prompt_of(session: Session, i: int, prompts: list[str], quoted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """Round i's prompt, and the grammar of its output (empty: none). The prompt is a text to quote and its first
-    tokens, one of `prompts`, or tokens at random. Texts lack other words in each round, because n-grams would know an
+    tokens, one of `prompts`, or tokens at random. Each round leaves out other words, because n-grams would know an
     output that they have seen."""
     if quoted:
         n = N_STARTED + i
