@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ggpipe.config.layer_split import MAX_PARTS
+from ggpipe.core.row_work import Attention, RowWork, together
 
 FLOAT_BYTES = 4
 ALL_EXPERTS = 1_000_000
 """A number of rows that use every expert."""
+ATTENTION_SPEED = 0.35
+"""Operations of attention per second, relative to those of products of quantized weights. With AVX-512 and VNNI, runs
+of 64 to 512 rows reached 0.32 with heads of 64 numbers and 0.4 with latent attention (one thread, 8,192 cells)."""
 _HEAD_VOCAB = 32000
 _BLOCK_HEAD_LAYERS, _BLOCK_SIZE = 5, 16
 _ROW_BYTES = 58  # default compute buffer per row and value of an embedding; assumes a feed-forward width of 3.5 times
@@ -31,6 +35,8 @@ class ModelShape:
     """Size of an embedding."""
     layer_cell_bytes: tuple[float, ...]
     """Bytes of a token's KV cache in each layer."""
+    layer_attention: tuple[Attention, ...] = ()
+    """Floating-point operations of each layer's attention. Empty: unknown, and taken to be none."""
     layer_state_bytes: tuple[int, ...] = ()
     """Bytes of the recurrent states in each layer, for all sequences with a state. Empty: no layer is recurrent."""
     n_vocab: int = 32000
@@ -95,6 +101,15 @@ class ModelShape:
         return self.read_bytes(layers, ALL_EXPERTS) / max(self.read_bytes(layers), 1)
 
     @property
+    def work(self) -> RowWork:
+        """The work of its rows, with a nominal machine."""
+        layers = (0, self.n_layer)
+        row_flop = max(self.token_flop(layers), 1) * ATTENTION_SPEED
+        return RowWork(
+            sparsity=self.sparsity, attention=tuple(part.times(1 / row_flop) for part in self.attention(layers))
+        )
+
+    @property
     def sums_per_layer(self) -> int:
         """How often the parts of a group add up values in each layer: after attention, if they divide it, and after
         feed-forward."""
@@ -117,6 +132,9 @@ class ModelShape:
             layer_cell_bytes=tuple(share * n for n in self.layer_cell_bytes)
             if self.divides_attention and self.divides_cells
             else self.layer_cell_bytes,
+            layer_attention=tuple(attention.times(share) for attention in self.layer_attention)
+            if self.divides_attention
+            else self.layer_attention,
             layer_expert_bytes=tuple(round(share * n) for n in self.layer_expert_bytes),
         )
         return own
@@ -124,6 +142,10 @@ class ModelShape:
     def cell_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of a token's KV cache in layers [a, b)."""
         return sum(self.layer_cell_bytes[slice(*layers)])
+
+    def attention(self, layers: tuple[int, int]) -> tuple[Attention, ...]:
+        """Floating-point operations of attention in layers [a, b)."""
+        return together(self.layer_attention[slice(*layers)])
 
     def state_bytes(self, layers: tuple[int, int]) -> int:
         """Bytes of all recurrent states in layers [a, b)."""
@@ -193,6 +215,7 @@ def _layers_like(target: ModelShape, n_layer: int) -> ModelShape:
         target,
         layer_bytes=(layer_bytes,) * n_layer,
         layer_cell_bytes=(sum(target.layer_cell_bytes) / n,) * n_layer,
+        layer_attention=target.layer_attention[:1] * n_layer,
         layer_state_bytes=(),
         layer_expert_bytes=(),
         n_expert=0,
@@ -221,6 +244,7 @@ def mtp_shape(
         name="MTP",
         layer_bytes=layer_bytes,
         layer_cell_bytes=layer_cell_bytes,
+        layer_attention=target.layer_attention[-1:] * len(layer_bytes),
         layer_state_bytes=(),
         layer_expert_bytes=layer_expert_bytes if has_experts else (),
         n_expert=target.n_expert if has_experts else 0,
@@ -244,11 +268,13 @@ def even_shape(
     n_vocab: int,
     tied: bool = False,
     experts: Experts | None = None,
+    attention: Attention | None = None,
 ) -> ModelShape:
     """A model with layers that are equal except for their experts, and one type of weights.
 
     `weight_bytes`, `parameters`: of the whole file. `cell_bytes`: KV cache of a token in all layers. `tied`: the input
-    embedding is also the output layer, and the file contains it only once.
+    embedding is also the output layer, and the file contains it only once. `attention`: of each layer, in
+    floating-point operations; default: heads that are together as wide as an embedding.
 
     Raises ValueError if the experts are larger than the layers.
     """
@@ -269,6 +295,7 @@ def even_shape(
         parameters_per_byte=parameters / weight_bytes,
         n_embd=n_embd,
         layer_cell_bytes=(cell_bytes / n_layer,) * n_layer,
+        layer_attention=(attention or Attention(cell=4 * n_embd),) * n_layer,
         n_vocab=n_vocab,
         layer_expert_bytes=layer_expert_bytes if experts else (),
         n_expert=experts.n_expert if experts else 0,

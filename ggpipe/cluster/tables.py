@@ -18,6 +18,11 @@
     kv_heads = 8                             # a group has at most as many parts; default: any number
     latent_kv = false                        # the KV cache has no heads, so all parts of a group hold all of it (MLA);
                                              # kv_heads is then the number of query heads; default false
+    attention_width = 8192                   # of all query heads together; default: width. Not with latent_kv
+    window = 128                             # KV cells that a token sees in window_layers layers: a sliding window, or
+                                             # those that the model selects; default: all of its context
+    window_layers = 18                       # default: all layers
+    index_width = 4096                       # of the heads that select cells, all together; default 0
 
     [draft]                                  # as [target], or -md FILE
 
@@ -79,10 +84,15 @@ from ggpipe.cluster.model_shape import Experts, ModelShape, even_shape
 from ggpipe.cluster.processors import USUAL_CORE_GFLOPS, processor
 from ggpipe.cluster.spec import TURNS, NodeSpec
 from ggpipe.config.layer_split import MAX_PARTS, MAX_RANKS
+from ggpipe.core.row_work import Attention
 
 MOST_NODES = MAX_RANKS
 """Maximum number of machines in a cluster."""
 _WEIGHT_BITS = (1.0, 64.0)  # plausible bits per weight
+_CELL_BYTES = 2  # of a number: F16
+# As DeepSeek-V3, whose latent vectors have 576 numbers, of which 512 are values, and whose heads have 192 and 128:
+_LATENT_VALUES = 512 / 576
+_LONG_CELL, _EXPANSION = 320 / 1088, 512 * 256 / 1088
 
 NonEmptyText = Annotated[str, Meta(min_length=1, pattern=r"\S")]
 PositiveCount = Annotated[int, Meta(ge=1, le=10**15)]
@@ -139,6 +149,10 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
     tied: bool = False
     kv_heads: PositiveCount = MAX_PARTS
     latent_kv: bool = False
+    attention_width: PositiveCount | None = None
+    window: PositiveCount | None = None
+    window_layers: LayerCount | None = None
+    index_width: Annotated[int, Meta(ge=0)] = 0
     experts: ExpertCount | None = None
     experts_used: ExpertCount | None = None
     expert_gb: PositiveNumber | None = None
@@ -156,6 +170,12 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"experts_used must be below experts ({self.experts}), got {self.experts_used}")
         if self.dense_layers >= self.layers:
             raise ValueError(f"dense_layers must be below layers ({self.layers}), got {self.dense_layers}")
+        if self.latent_kv and self.attention_width:
+            raise ValueError("attention_width cannot be given with latent_kv, where it follows from kv_heads and kv_kb")
+        if not self.window and (self.window_layers or self.index_width):
+            raise ValueError(f"window missing: {'window_layers' if self.window_layers else 'index_width'} needs it")
+        if self.window_layers and self.window_layers > self.layers:
+            raise ValueError(f"window_layers must be at most layers ({self.layers}), got {self.window_layers}")
         self.shape("")
 
     def shape(self, default_name: str) -> ModelShape:
@@ -178,7 +198,29 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
             tied=self.tied,
             experts=experts,
         )
-        return replace(shape, max_parts=min(self.kv_heads, MAX_PARTS), divides_cells=not self.latent_kv)
+        return replace(
+            shape,
+            max_parts=min(self.kv_heads, MAX_PARTS),
+            divides_cells=not self.latent_kv,
+            layer_attention=self._attention(),
+        )
+
+    def _attention(self) -> tuple[Attention, ...]:
+        """Of each layer. Those with a window are spread evenly."""
+        if self.latent_kv:
+            numbers = self.kv_kb * 1e3 / self.layers / _CELL_BYTES
+            cell = 2 * self.kv_heads * (1 + _LATENT_VALUES) * numbers
+            everywhere = Attention(cell=cell, long_cell=_LONG_CELL * cell, expansion=_EXPANSION * cell)
+        else:
+            everywhere = Attention(cell=4 * (self.attention_width or self.width))
+        if not self.window:
+            return (everywhere,) * self.layers
+        within = replace(everywhere, most_cells=self.window, index=2 * self.index_width)
+        n_within = self.window_layers or self.layers
+        return tuple(
+            within if (i + 1) * n_within // self.layers > i * n_within // self.layers else everywhere
+            for i in range(self.layers)
+        )
 
 
 class NodeTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,16 +10,22 @@ is counted in the time that a stage takes for one more row of a long run:
     read, of a mixture:           _READ_ROWS * (sparsity * (1 - (1 - 1 / sparsity) ** n) - 1), as each row has experts
                                   of its own
 
-It takes the chunk length whose makespan is shortest. That depends on the prompt's length, the number of stages and the
-model alone, and on nothing that is measured: the same settings give the same chunks in each run. The optimum is flat:
-powers of two come within 1 % of it. They are few, so groups use their kept graphs again, and they are whole tiles of
-the matrix kernels. A single stage gains nothing from shorter runs, and gets the longest ones.
+and its attention (`row_work`), which takes the longer the more tokens come before: the last chunk is the dearest. Only
+long chunks can share the expansion of latent vectors.
+
+It takes the chunk length whose makespan is shortest. That depends on the lengths of the prompt and of what is kept of
+it, the number of stages and the model alone, and on nothing that is measured: the same settings give the same chunks in
+each run. The optimum is flat: powers of two come within 1 % of it. They are few, so groups use their kept graphs again,
+and they are whole tiles of the matrix kernels. A single stage gains nothing from shorter runs, and gets the longest
+ones.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+
+from ggpipe.core.row_work import ONLY_WEIGHTS, RowWork
 
 TILE = 4
 """Rows that llama.cpp's matrix kernels take together: 7 rows take longer than 8."""
@@ -37,12 +43,12 @@ formula; those of 32 rows took 2.2 times as long as if both overlapped entirely.
 
 
 @functools.lru_cache(1024)
-def chunk_rows(n_tokens: int, n_stages: int, most: int, sparsity: float = 1.0) -> int:
+def chunk_rows(n_tokens: int, n_stages: int, most: int, work: RowWork = ONLY_WEIGHTS, n_past: int = 0) -> int:
     """How many of a prompt's `n_tokens` tokens go into each run of a pipeline: a power of two from one tile on, or
-    `most`, the rows of the longest run possible. `sparsity`: see `Limits`."""
+    `most`, the rows of the longest run possible. `n_past`: tokens of its sequence that are kept from before."""
     if n_stages == 1:
         return most
-    return min(_lengths(n_tokens, most), key=lambda length: _makespan(n_tokens, n_stages, length, sparsity))
+    return min(_lengths(n_tokens, most), key=lambda length: _makespan(n_tokens, n_stages, length, work, n_past))
 
 
 def chunk_end(at: int, n_tokens: int, n_batch: int, n_rows: int) -> int:
@@ -63,11 +69,16 @@ def _lengths(n_tokens: int, most: int) -> Iterator[int]:
     yield from reversed(shorter)
 
 
-def _makespan(n_tokens: int, n_stages: int, length: int, sparsity: float) -> float:
+def _makespan(n_tokens: int, n_stages: int, length: int, work: RowWork, n_past: int) -> float:
     """When the last of equal stages is through with a prompt in chunks of this length."""
     n_whole, n_rest = divmod(n_tokens, length)
-    longest_s = _run(min(length, n_tokens), sparsity)
-    return n_whole * longest_s + (_run(n_rest, sparsity) if n_rest else 0.0) + (n_stages - 1) * longest_s
+    n_longest = min(length, n_tokens)
+    longest = _run(n_longest, work.sparsity)
+    weights = n_whole * longest + (_run(n_rest, work.sparsity) if n_rest else 0.0)
+    n_before = n_past + max(n_whole - 1, 0) * length
+    dearest = longest + sum(attention.of_run(n_longest, n_before) for attention in work.attention)
+    attention = sum(attention.of_prompt(n_tokens, n_past, length) for attention in work.attention)
+    return weights + attention + (n_stages - 1) * dearest
 
 
 def _run(n_rows: int, sparsity: float) -> float:

@@ -15,6 +15,7 @@ from ggpipe.core.draft_messages import Drawing
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder
 from ggpipe.core.prompt_chunks import chunk_rows
 from ggpipe.core.request_spec import RequestSpec
+from ggpipe.core.row_work import ONLY_WEIGHTS, RowWork
 from ggpipe.errors import PromptTooLong, Setting, UsageError
 
 
@@ -104,8 +105,8 @@ class Limits:
     """Drafters read a prompt after the target, as they share a machine with stages, and read no states of these."""
     sharing: tuple[int, ...] = ()
     """Ids of drafters that are sent the draft tokens of others: draft models, as far as they read no states."""
-    sparsity: float = 1.0
-    """Weights of the model, as a multiple of those that one row uses: 1 where it uses all, more with experts."""
+    work: RowWork = ONLY_WEIGHTS
+    """The model's."""
 
     @property
     def shares_machine(self) -> bool:
@@ -122,9 +123,11 @@ class Limits:
         """Runs that are computed at the same time, one in each stage."""
         return max(self.n_in_flight - 1, 1)
 
-    def prompt_rows(self, n_tokens: int) -> int:
-        """Rows in each run of a prompt, or of prompts that share runs, with this many tokens to compute."""
-        return chunk_rows(n_tokens, self.n_stages, self.n_rows, self.sparsity)
+    def prompt_rows(self, n_tokens: int, n_past: int, n_prompts: int = 1) -> int:
+        """Rows in each run of prompts that share runs, with this many tokens to compute, in all, after `n_past` others
+        each. Only rows of one sequence share the expansion of its latent vectors."""
+        work = self.work if n_prompts == 1 else self.work.never_long()
+        return chunk_rows(n_tokens, self.n_stages, self.n_rows, work, n_past)
 
 
 def check_order(order: PrefixOrder, limits: Limits, has_folder: bool) -> None:

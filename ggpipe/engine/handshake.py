@@ -36,7 +36,7 @@ def hello(transport: Transport, config: EngineConfig, model_file: ModelFile, mod
         fingerprint=model_file.fingerprint,
         architecture=model_file.architecture,
         n_layer=1 if is_mtp else model_file.n_layer,
-        sparsity=shape_of(model_file).sparsity,
+        work=shape_of(model_file).work,
         ggpipe=__version__,
         libllama=machine.libllama_version(),
         cpu_features=tuple(sorted(machine.cpu_features())),

@@ -19,6 +19,7 @@ from ggpipe.core.kv.radix_tree import agreeing
 from ggpipe.core.layout import Layout, RankPlace, crowding, lay_out
 from ggpipe.core.messages import Restored
 from ggpipe.core.request import Limits
+from ggpipe.core.row_work import RowWork
 from ggpipe.engine import handshake, wiring
 from ggpipe.engine.control_channel import Received
 from ggpipe.engine.drafters import Drafters
@@ -119,7 +120,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 )
             elif takes_back:
                 draft_context = progress.context_of(draft_layout)
-                limits = _limits(draft.context, draft_layout, draft_context, n_requests, hello.sparsity)
+                limits = _limits(draft.context, draft_layout, draft_context, n_requests, hello.work)
                 draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
                 loaded_draft = DraftPipeline(
                     limits=limits,
@@ -129,7 +130,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 )
                 head.channel.send(draft_layout.head, StartDraft(drafter, kinds[drafter], loaded_draft))
                 started[drafter] = draft_layout
-        limits = _limits(config.context, layout, context, n_requests, agreed.hellos[HEAD].sparsity)
+        limits = _limits(config.context, layout, context, n_requests, agreed.hellos[HEAD].work)
         places = [RankPlace(hello.host, hello.n_cores, hello.n_threads) for hello in agreed.hellos]
         crowded = crowding(layout, started.values(), places)
         late = crowded > 0 and not any(registry.reads_states(kinds[drafter]) for drafter in started)
@@ -294,7 +295,8 @@ def _in_turn(context: ContextConfig) -> Wording:
     )
 
 
-def _limits(context: ContextConfig, layout: Layout, loaded: StageContext, n_requests: int, sparsity: float) -> Limits:
+def _limits(context: ContextConfig, layout: Layout, loaded: StageContext, n_requests: int, work: RowWork) -> Limits:
+    has_long_runs = context.uses_fast_kernels and not context.exact
     return Limits(
         n_ctx=loaded.n_ctx,
         n_batch=loaded.n_batch,
@@ -306,7 +308,7 @@ def _limits(context: ContextConfig, layout: Layout, loaded: StageContext, n_requ
         partial_prefixes=loaded.partial_prefixes,
         rolls_back=loaded.rolls_back,
         drops_rows=loaded.rolls_back and not context.exact,
-        sparsity=sparsity,
+        work=work if has_long_runs else work.never_long(),
     )
 
 

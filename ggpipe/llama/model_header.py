@@ -9,16 +9,41 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ggpipe.cluster.model_shape import FLOAT_BYTES
 from ggpipe.config.embeddings import Pooling
+from ggpipe.core.row_work import Attention
 from ggpipe.errors import Setting, UsageError
 from ggpipe.llama.gguf import ModelFile, TensorInfo, type_name
 from ggpipe.llama.libllama import ggml, lib
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _RECURRENT = ("ssm_", "time_mix_", "shortconv.")
+_INDEXER = "indexer."
 _ATTENTION = ("attn_k.", "attn_kv_a_mqa.")
+_SLIDING_PERIODS = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "cohere2moe": -4,
+    "exaone-moe": 4,
+    "exaone4": 4,
+    "gemma-embedding": 6,
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3n": 5,
+    "gpt-oss": 2,
+    "laguna": -4,
+    "llama4": 4,
+    "mellum": 4,
+    "modern-bert": -3,
+    "muse-glimmer": 4,
+    "olmo2": 4,
+    "plamo3": 8,
+    "smallthinker": -4,
+}
+"""Of this many layers one has no sliding window: the last, or the first if the number is negative (libllama's
+load_swa_pattern). Files may have a number of their own, or say it for each layer."""
 _MASK_BYTES = 2
 _POOLINGS = ("none", "mean", "cls", "last", "rank")  # by libllama's numbers
 _NOT_CAUSAL = ("gemma-embedding",)
@@ -88,6 +113,43 @@ class ModelHeader:
             return 0.0
         k, v = self._kv_width(layer)
         return k * number_bytes(cache_type_k) + (0 if self._is_latent else v * number_bytes(cache_type_v))
+
+    def attention(self, layer: int) -> Attention:
+        """Floating-point operations of a layer's attention. What models compute besides, to pool or to compress cells,
+        is not counted."""
+        if self._is_recurrent(layer):
+            return Attention(cell=0.0)
+        n_head = self.per_layer("attention.head_count", 0)[layer]
+        k, v = self._head_size("key", layer), self._head_size("value", layer)
+        attention = Attention(cell=2 * n_head * (k + v), most_cells=self._most_cells(layer), index=self._index(layer))
+        if not self._is_latent:
+            return attention
+        own_k, own_v = self.number("attention.key_length_mla"), self.number("attention.value_length_mla")
+        n_expanded = own_k - self.number("rope.dimension_count") + own_v
+        return replace(attention, long_cell=2 * n_head * (own_k + own_v), expansion=2 * n_head * n_expanded * max(v, 1))
+
+    def _most_cells(self, layer: int) -> int:
+        """Cells that a token sees in a layer; 0: all."""
+        if self._slides(layer):
+            return self.number("attention.sliding_window")
+        if not any(name.startswith(_INDEXER) for tensors in self.layers for name in tensors):
+            return 0
+        return self.number("attention.indexer.top_k") * max(self.number("attention.indexer.block_size"), 1)
+
+    def _index(self, layer: int) -> int:
+        """Floating-point operations for a row and a cell, to select what the row sees."""
+        if not any(name.startswith(_INDEXER) for name in self.layers[layer]):
+            return 0
+        return 2 * self.number("attention.indexer.head_count") * self.number("attention.indexer.key_length")
+
+    def _slides(self, layer: int) -> bool:
+        """Whether a token sees only a window of the context in a layer."""
+        pattern = self._metadata.get(f"{self._prefix}.attention.sliding_window_pattern")
+        if isinstance(pattern, tuple):
+            return layer < len(pattern) and bool(pattern[layer])
+        period = _SLIDING_PERIODS.get(self._prefix, 1)
+        n = pattern if isinstance(pattern, int) and pattern > 0 and abs(period) > 1 else abs(period)
+        return layer % n != (0 if period < 0 else n - 1)
 
     def expert_bytes(self, layer: int) -> int:
         """Weights of a layer's experts, of which a token uses only some."""

@@ -52,6 +52,7 @@ def shape_of(
         parameters_per_byte=sum(map(n_numbers, model_file.tensors.values())) / model_file.n_bytes,
         n_embd=header.width,
         layer_cell_bytes=tuple(header.cell_bytes(layer, cache_type_k, cache_type_v) for layer in layers),
+        layer_attention=tuple(map(header.attention, layers)),
         layer_state_bytes=state_bytes if any(state_bytes) else (),
         n_vocab=model_file.array_lengths.get("tokenizer.ggml.tokens", 0) or header.number("vocab_size"),
         layer_expert_bytes=expert_bytes if has_experts else (),

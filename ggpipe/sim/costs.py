@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ggpipe.cluster.model_shape import ATTENTION_SPEED
 from ggpipe.cluster.profile import Point
+from ggpipe.core.row_work import Attention
 
 
 class Cost(Protocol):
@@ -20,12 +22,15 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Memory or arithmetic, whichever takes longer (Williams et al., 2009), and the time of an empty run."""
+    """Memory or arithmetic, whichever takes longer (Williams et al., 2009), for weights and for attention; and the time
+    of an empty run."""
 
     weight_bytes: float
     """Bytes of weights, read once in a run."""
     cell_bytes: float
     """Bytes of KV cache for each token of the context, read once in a run."""
+    attention: tuple[Attention, ...] = ()
+    """Operations of attention."""
     token_flop: float
     """Operations for each token of the run."""
     bytes_per_s: float
@@ -38,13 +43,14 @@ class Roofline:
 
     def seconds(self, n_rows: int, n_past: float, n_others: float = 0) -> float:
         """See Cost."""
-        n_bytes = (
-            self.weight_bytes
-            - self.expert_bytes * self.untouched**n_rows
-            + self.cell_bytes * (n_past + n_others + n_rows)
+        weights_s = (self.weight_bytes - self.expert_bytes * self.untouched**n_rows) / self.bytes_per_s
+        cells_s = self.cell_bytes * (n_past + n_others + n_rows) / self.bytes_per_s
+        attention_flop = sum(attention.of_run(n_rows, n_past) for attention in self.attention)
+        return (
+            self.fixed_s
+            + max(weights_s, n_rows * self.token_flop / self.flop_per_s)
+            + max(cells_s, attention_flop / (ATTENTION_SPEED * self.flop_per_s))
         )
-        reading_s = n_bytes / self.bytes_per_s
-        return self.fixed_s + max(reading_s, n_rows * self.token_flop / self.flop_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ def limits_of(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig,
         n_requests=sizes.n_requests,
         partial_prefixes=model.rolls_back,
         rolls_back=model.rolls_back,
-        sparsity=model.sparsity,
+        work=model.work,
     )
 
 

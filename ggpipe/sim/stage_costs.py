@@ -29,6 +29,7 @@ def stage_cost(
     return Roofline(
         weight_bytes=shape.read_bytes(layers, ALL_EXPERTS),
         cell_bytes=shape.cell_bytes(layers),
+        attention=shape.attention(layers),
         token_flop=shape.token_flop(layers),
         bytes_per_s=min(node.bytes_per_s, threads * node.core_bytes_per_s),
         flop_per_s=threads * node.core_flop_per_s,

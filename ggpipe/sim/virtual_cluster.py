@@ -16,6 +16,7 @@ from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.layer_split import LayerSplit, LayerSplits, n_ranks_of
 from ggpipe.config.pipeline import TensorWire
 from ggpipe.core.layout import Layout, decimal_split, lay_out, part_shares
+from ggpipe.core.row_work import ONLY_WEIGHTS, RowWork
 from ggpipe.errors import SettingError
 from ggpipe.sim.cores import NICE_WEIGHT, weight_of
 from ggpipe.sim.costs import Cost
@@ -67,8 +68,8 @@ class PipelineSpec:
     """Bytes that go to the next stage for each row."""
     groups: Mapping[int, GroupCost] = field(default_factory=dict)
     """What a group adds to the time of its slowest part, by part 0's rank."""
-    sparsity: float = 1.0
-    """See `Limits`."""
+    work: RowWork = ONLY_WEIGHTS
+    """The model's."""
     rolls_back: bool = True
     """See `Limits`."""
     drafter: str = "draft"
@@ -235,7 +236,7 @@ def build(
             stages=stages,
             row_bytes=shape.border_bytes,
             groups=groups,
-            sparsity=shape.sparsity,
+            work=shape.work,
             rolls_back=is_draft or not shape.is_recurrent,
             drafter=shape.drafter,
             taps=shape.taps,

@@ -8,6 +8,7 @@ from ggpipe.core.draft_messages import VocabOutline
 from ggpipe.core.drafters.base import DraftPipeline, HeadNeeds
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Restored
+from ggpipe.core.row_work import RowWork
 from ggpipe.transport.base import HEAD
 
 
@@ -25,8 +26,8 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     """See `ModelFile.fingerprint`."""
     architecture: str
     n_layer: int
-    sparsity: float
-    """See `ModelShape`."""
+    work: RowWork
+    """The model's."""
     ggpipe: str
     """The version of ggpipe."""
     libllama: str

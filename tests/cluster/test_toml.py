@@ -17,6 +17,7 @@ from ggpipe.cluster.profile import write
 from ggpipe.cluster.spec import TURNS
 from ggpipe.cluster.toml import read_cluster, shipped
 from ggpipe.config.layer_split import MAX_PARTS, LayerSplit
+from ggpipe.core.row_work import Attention
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim.simulator import simulate
 from ggpipe.sim.virtual_cluster import build, placement_of
@@ -153,6 +154,31 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     assert mixture.read_bytes(layers, 2) == pytest.approx(dense.read_bytes(layers) - 30e9 * 0.75**2, rel=1e-6)
 
 
+def test_attention(tmp_path: Path) -> None:
+    def of(more: str) -> tuple[Attention, ...]:
+        target = read_cluster(written(tmp_path, NODES + NETWORK + TARGET + more)).target
+        assert target is not None
+        return target.layer_attention
+
+    assert of("") == (Attention(cell=4 * 8192),) * 80
+    assert of("attention_width = 4096\n") == (Attention(cell=4 * 4096),) * 80
+    some = of("window = 128\nwindow_layers = 20\nindex_width = 512\n")
+    within = Attention(cell=4 * 8192, most_cells=128, index=2 * 512)
+    assert [layer == within for layer in some[:8]] == [False, False, False, True] * 2
+    assert some.count(within) == 20
+    assert of("window = 128\n") == (Attention(cell=4 * 8192, most_cells=128),) * 80
+    (latent,) = {*of("kv_heads = 128\nlatent_kv = true\n")}
+    assert latent.cell == pytest.approx(2 * 128 * (2050 + 2050 * 512 / 576))
+    assert 0 < latent.long_cell < latent.cell < latent.expansion
+
+
+def test_parts_divide_attention(tmp_path: Path) -> None:
+    target = read_cluster(written(tmp_path, NODES + NETWORK + TARGET)).target
+    assert target is not None
+    assert target.part(0.25).attention((0, 4)) == (Attention(cell=4 * 8192),)
+    assert replace(target, divides_attention=False).part(0.25).attention((0, 4)) == target.attention((0, 4))
+
+
 def test_how_many_parts_a_group_may_have(tmp_path: Path) -> None:
     plain, heads, latent = (
         read_cluster(written(tmp_path, NODES + NETWORK + TARGET + more)).target
@@ -267,6 +293,11 @@ def changed(old: str, new: str) -> str:
         (changed("cores = 16\n", ""), ("[[node]] 1: cores missing: give a value, or the processor",)),
         (changed("cores = 16\nmemory_gb = 64\nmemory_gb_per_s = 90", "memory_gb = 64"),
          ("[[node]] 1: cores and memory_gb_per_s missing",)),
+        (changed("kv_kb = 328", "kv_kb = 328\nlatent_kv = true\nattention_width = 8192"),
+         ("target: attention_width cannot be given with latent_kv",)),
+        (changed("kv_kb = 328", "kv_kb = 328\nwindow_layers = 4"), ("target: window missing: window_layers needs it",)),
+        (changed("kv_kb = 328", "kv_kb = 328\nwindow = 4\nwindow_layers = 81"),
+         ("target: window_layers must be at most layers (80), got 81",)),
         (changed("cores = 16", 'cpu = "EPYC 7763X"'),
          ("[[node]] 1: cpu EPYC 7763X is not in ggpipe's table; similar ones are EPYC 7763,",)),
         (changed("cores = 16", "cores = 16\nsockets = 3"), ("cores must be a multiple of sockets (3), got 16",)),

@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from support.architectures import SMALL, write
 from support.commands import TARGET
 from support.reference import Reference, run_of
 from support.zoo import ZOO, make, pair_script, split
@@ -16,6 +17,7 @@ from support.zoo import ZOO, make, pair_script, split
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config.context import MAX_PREFIXES, ContextConfig, KvType
 from ggpipe.config.model import ModelConfig
+from ggpipe.core.row_work import Attention
 from ggpipe.llama import libllama
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib
@@ -147,6 +149,63 @@ def test_cells_are_counted_layer_by_layer(tmp_path: Path) -> None:
     writer.close()
     file = ModelFile.open(tmp_path / "model.gguf")
     assert shape_of(file).layer_cell_bytes == (2 * 2 * (16 + 32), 2 * 1 * 64, 2 * 2 * 64, 0)
+
+
+def test_attention_layer_by_layer(models: Mapping[str, Path]) -> None:
+    def of(name: str) -> tuple[Attention, ...]:
+        return shape(models[name]).layer_attention
+
+    assert of("llama") == (Attention(cell=2 * 4 * (64 + 64)),) * shape(models["llama"]).n_layer
+    for name in ("gemma2", "gpt-oss"):
+        assert [layer.most_cells for layer in of(name)[:4]] == [32, 0, 32, 0]
+        assert len({layer.cell for layer in of(name)}) == 1
+    assert {layer.cell for layer in of("mamba")} == {0}
+    assert len({layer.cell for layer in of("jamba")}) == 2, "of some layers 0"
+    header = ModelHeader(ModelFile.open(models["deepseek2"]))
+    latent, n_head = of("deepseek2")[0], header.number("attention.head_count")
+    k, v, rope = (
+        header.number(key) for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    )
+    own_k, own_v = (header.number(f"attention.{kind}_length_mla") for kind in ("key", "value"))
+    assert latent.cell == 2 * n_head * (k + v) > latent.long_cell == 2 * n_head * (own_k + own_v)
+    assert latent.expansion == 2 * n_head * v * (own_k - rope + own_v)
+
+
+def test_attention_that_selects_cells(tmp_path: Path) -> None:
+    path = write("deepseek32", tmp_path / "model.gguf", sizes=SMALL, more={"attention.indexer.top_k": 512})
+    header, attention = ModelHeader(ModelFile.open(path)), shape(path).layer_attention[0]
+    assert attention.most_cells == 512 * header.number("attention.indexer.block_size")
+    assert attention.index == 2 * 4 * 128
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pattern", "expected"),
+    [
+        ("gemma3", None, [1, 1, 1, 1, 1, 0, 1]),
+        ("gemma3", 2, [1, 0, 1, 0, 1, 0, 1]),
+        ("smallthinker", None, [0, 1, 1, 1, 0, 1, 1]),
+        ("qwen3", None, [0] * 7),
+        ("step35", [True, False, False, True, True, True, False], [1, 0, 0, 1, 1, 1, 0]),
+    ],
+)
+def test_layers_with_sliding_windows(
+    architecture: str, pattern: int | list[bool] | None, expected: list[int], tmp_path: Path
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
+    for key, value in {"block_count": 7, "embedding_length": 64, "attention.head_count": 4}.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_uint32(f"{architecture}.attention.sliding_window", 512)
+    if isinstance(pattern, int):
+        writer.add_uint32(f"{architecture}.attention.sliding_window_pattern", pattern)
+    elif pattern is not None:
+        writer.add_array(f"{architecture}.attention.sliding_window_pattern", pattern)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    attention = shape(tmp_path / "model.gguf").layer_attention
+    assert [layer.most_cells for layer in attention] == [512 * slides for slides in expected]
 
 
 def test_parameters_of_a_byte(models: Mapping[str, Path], tmp_path: Path) -> None:

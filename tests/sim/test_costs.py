@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ggpipe.cluster.model_shape import ATTENTION_SPEED
 from ggpipe.cluster.profile import Point
+from ggpipe.core.row_work import Attention
 from ggpipe.sim.costs import MeasuredCost, Roofline, StreamedCost
 
 ROOFLINE = Roofline(
@@ -17,11 +21,25 @@ ROOFLINE = Roofline(
 def test_memory_then_arithmetic() -> None:
     assert ROOFLINE.seconds(1, 0) == pytest.approx(1e-3 + 10e9 / 50e9, rel=1e-4)
     assert ROOFLINE.seconds(4, 0) == pytest.approx(ROOFLINE.seconds(1, 0), rel=1e-4), "rows are free while memory is it"
-    assert ROOFLINE.seconds(100, 0) == pytest.approx(1e-3 + 100 * 20e9 / 500e9)
+    assert ROOFLINE.seconds(100, 0) == pytest.approx(1e-3 + 100 * 20e9 / 500e9, rel=1e-3)
 
 
 def test_the_context_is_read() -> None:
     assert ROOFLINE.seconds(1, 10_000) - ROOFLINE.seconds(1, 0) == pytest.approx(10_000 * 1e5 / 50e9)
+
+
+def test_attention_takes_longer_than_reading_its_cells() -> None:
+    cost = replace(ROOFLINE, attention=(Attention(cell=1e6), Attention(cell=1e6, most_cells=1000)))
+    flop = 1e6 * (10_001 + 1000)
+    expected = ROOFLINE.seconds(1, 0) + flop / (ATTENTION_SPEED * 500e9)
+    assert cost.seconds(1, 10_000) == pytest.approx(expected, rel=1e-4)
+    assert cost.seconds(1, 10) == pytest.approx(ROOFLINE.seconds(1, 10), rel=1e-3), "few cells are free"
+    assert cost.seconds(8, 10_000) > cost.seconds(1, 10_000) + 6 * flop / (ATTENTION_SPEED * 500e9)
+
+
+def test_other_requests_cells_are_only_read() -> None:
+    cost = replace(ROOFLINE, attention=(Attention(cell=1e5),))
+    assert cost.seconds(2, 1000, 500) - cost.seconds(2, 1000) < 501 * 1e5 / 50e9
 
 
 def test_experts_are_read_as_rows_use_them() -> None:

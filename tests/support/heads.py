@@ -377,7 +377,7 @@ class Head:
         if in_company or seen.counters.cached_tokens or not self.limits.partial_prefixes:
             assert sum(lengths) == n_prompt - seen.counters.cached_tokens or seen.stopped
         else:
-            expected = cut_as_libllama(n_prompt, self.limits.n_batch, self.limits.prompt_rows(n_prompt))
+            expected = cut_as_libllama(n_prompt, self.limits.n_batch, self.limits.prompt_rows(n_prompt, 0))
             if request.saves == "prompt" and expected[-1] > 1:  # the last token comes behind what is saved
                 expected[-1:] = [expected[-1] - 1, 1]
             assert lengths == (expected[: len(lengths)] if seen.stopped else expected)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ggpipe.config.layer_split import MAX_PARTS, LayerSplit
+from ggpipe.core.row_work import RowWork
 from ggpipe.errors import RunError, Setting, Wording
 from ggpipe.transport import control
 from ggpipe.transport.control import AnyControlMessage, Quit, RankFailed
@@ -64,7 +65,7 @@ HELLO = Hello(
     fingerprint="0123456789abcdef",
     architecture="llama",
     n_layer=32,
-    sparsity=1.0,
+    work=RowWork(),
     ggpipe="0.1.0",
     libllama="b1",
     cpu_features=("avx2", "fma"),

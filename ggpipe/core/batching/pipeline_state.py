@@ -62,7 +62,7 @@ class PipelineState:
         """What runs take, usually while others are computed."""
         self.turn_cost = RunCost(limits.rolls_back)
         """What runs take where target and drafters take turns."""
-        self.turns = Turns(limits.crowding, limits.sparsity)
+        self.turns = Turns(limits.crowding, limits.work.sparsity)
         """For a single request, where ranks share a machine."""
         self.in_turn = False
         """Target and drafters take turns now."""

@@ -54,8 +54,10 @@ def schedule(
     if len(waiting) == 1 and not decoding:
         return _alone(pipeline, waiting[0])
     roots, n_rows = [ScheduledRows(state, nodes=(state.tree.root,), most=1) for state in first], rows_of(first)
-    n_new = sum(len(state.prompt) - state.counters.cached_tokens for state in waiting)
-    n_prompt = min(pipeline.limits.prompt_rows(n_new), pipeline.limits.n_rows - n_rows)
+    n_past = sum(state.counters.cached_tokens for state in waiting)
+    n_new = sum(len(state.prompt) for state in waiting) - n_past
+    n_chunk = pipeline.limits.prompt_rows(n_new, n_past // max(len(waiting), 1), len(waiting))
+    n_prompt = min(n_chunk, pipeline.limits.n_rows - n_rows)
     n_left = sum(len(state.prompt) - state.n_past for state in waiting)
     if decoding and not _goes_at_once(pipeline, n_rows, n_left, len(decoding), len(waiting)):
         n_prompt = _prompt_rows(pipeline, n_rows, len(decoding), n_prompt)
@@ -81,7 +83,7 @@ def _alone(pipeline: PipelineState, state: SequenceState) -> Sequence[ScheduledR
     """The next chunk of a prompt that has the pipeline for itself, as libllama alone would cut it."""
     start, limits = state.counters.cached_tokens, pipeline.limits
     n_tokens = len(state.prompt) - start
-    end = start + chunk_end(state.n_past - start, n_tokens, limits.n_batch, limits.prompt_rows(n_tokens))
+    end = start + chunk_end(state.n_past - start, n_tokens, limits.n_batch, limits.prompt_rows(n_tokens, start))
     return (ScheduledRows(state, n_prompt=state.cut(end) - state.n_past),)
 
 

@@ -119,8 +119,9 @@ class Turns:
     """See the module's text."""
 
     crowding: float = 0.0
+    """See `Limits`."""
     sparsity: float = 1.0
-    """See `Limits` for both."""
+    """See `RowWork`."""
     in_turn: bool = field(init=False)
     """Drafters and target take turns."""
     _slower: float = field(init=False)

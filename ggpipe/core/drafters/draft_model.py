@@ -267,7 +267,7 @@ class DraftModel:
         if state.n_decoded >= n_prompt:
             return state.n_decoded + self._limits.n_rows
         n_tokens = len(state.tokens) - start
-        n_rows = self._limits.prompt_rows(n_prompt - start)
+        n_rows = self._limits.prompt_rows(n_prompt - start, start)
         return start + chunk_end(state.n_decoded - start, n_tokens, n_rows, n_rows)
 
     def _save(self, state: DraftState, tokens: tuple[int, ...], now: float, actions: list[DraftAction]) -> None:
