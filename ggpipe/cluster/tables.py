@@ -215,7 +215,7 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
             everywhere = Attention(cell=4 * (self.attention_width or self.width))
         if not self.window:
             return (everywhere,) * self.layers
-        within = replace(everywhere, most_cells=self.window, index=2 * self.index_width)
+        within = replace(everywhere.never_long(), most_cells=self.window, index=2 * self.index_width)
         n_within = self.window_layers or self.layers
         return tuple(
             within if (i + 1) * n_within // self.layers > i * n_within // self.layers else everywhere

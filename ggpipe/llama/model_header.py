@@ -122,7 +122,7 @@ class ModelHeader:
         n_head = self.per_layer("attention.head_count", 0)[layer]
         k, v = self._head_size("key", layer), self._head_size("value", layer)
         attention = Attention(cell=2 * n_head * (k + v), most_cells=self._most_cells(layer), index=self._index(layer))
-        if not self._is_latent:
+        if not self._is_latent or attention.most_cells:  # sparse attention never expands them
             return attention
         own_k, own_v = self.number("attention.key_length_mla"), self.number("attention.value_length_mla")
         n_expanded = own_k - self.number("rope.dimension_count") + own_v

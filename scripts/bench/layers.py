@@ -5,6 +5,9 @@ stages continue the same sequence in turn, with `--context` from the same place 
 for each model and number of rows: milliseconds of a run, medians, and the ratio of the two with the quartiles of the
 rounds; then how often ggpipe's threads wait for each other in a run, and the number of its operations. ggml's threads
 wait after each of these, but for norms and their weights, which are one.
+
+With `--prompt N`: seconds until the first token after a prompt of N tokens, in two stages of one thread each, by the
+longest run (`-ub`, given by `--rows`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pathlib import Path
 from support.architectures import Sizes, write
 from support.zoo import Value
 
+import ggpipe
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run
@@ -120,12 +124,32 @@ class Continued:
         return self._stage._native.waits
 
 
-def bench(name: str, folder: Path, args: argparse.Namespace) -> None:
-    """Print a line for each number of rows."""
+def made(name: str, folder: Path) -> Path:
+    """The model of a shape, quantized."""
     shape = SHAPES[name]
     whole = write(name, folder / f"{name}.gguf", n_layer=4, sizes=shape.sizes, more=shape.more)
     path = quantize(whole, folder / f"{name}-q4.gguf", "Q4_K_M")
     whole.unlink()
+    return path
+
+
+def bench_prompt(name: str, folder: Path, args: argparse.Namespace) -> None:
+    """Print a line for each length of runs: seconds of each round."""
+    path = made(name, folder)
+    for n_ubatch in args.rows:
+        n_ctx = args.prompt + 256
+        with ggpipe.Engine(path, layer_split="0.5,0.5", n_ctx=n_ctx, n_ubatch=n_ubatch, threads=1, temp=0) as engine:
+            engine.generate([1] * 100, n_predict=2).wait()
+            prompts = [[(7 * i + 13 * r) % 100 + 1 for i in range(args.prompt)] for r in range(args.rounds)]
+            times = [engine.generate(prompt, n_predict=1).wait().stats.ttft_s or 0.0 for prompt in prompts]
+        print(
+            f"{name:10} {n_ubatch:5d} {statistics.median(times):8.2f}  [{min(times):.2f}-{max(times):.2f}]", flush=True
+        )
+
+
+def bench(name: str, folder: Path, args: argparse.Namespace) -> None:
+    """Print a line for each number of rows."""
+    path = made(name, folder)
     file = ModelFile.open(path)
     ggml, own = (Continued(file, path, args.threads, args.context, fast=fast) for fast in (False, True))
     for n in args.rows:
@@ -147,13 +171,20 @@ def main() -> None:
         "--context", type=int, default=0, help="tokens before each run; default: those of the runs before"
     )
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--prompt", type=int, metavar="N", help="tokens of a prompt for two stages")
     args = parser.parse_args()
     start()
-    print(f"layers: {args.threads} threads, {args.context or 'the last'} tokens before each run, {args.rounds} rounds")
-    print("model       rows     ggml     ours  ratio             waits    ops")
+    if args.prompt:
+        print(f"seconds until the first token after {args.prompt}, two stages of one thread each, {args.rounds} rounds")
+        print("model         -ub   median  [all]")
+    else:
+        print(
+            f"layers: {args.threads} threads, {args.context or 'the last'} tokens before each run, {args.rounds} rounds"
+        )
+        print("model       rows     ggml     ours  ratio             waits    ops")
     for name in args.models or SHAPES:
         with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
-            bench(name, Path(folder), args)
+            (bench_prompt if args.prompt else bench)(name, Path(folder), args)
 
 
 if __name__ == "__main__":
