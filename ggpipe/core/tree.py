@@ -313,6 +313,10 @@ class Tree:
         """Accepted tokens right before the root that are to be decoded again with it."""
         return self._states.n_again if self._states is not None else 0
 
+    def hide(self, first: int, end: int) -> None:
+        """Free the cells of the text at positions [first, end), which is decoded, for all paths."""
+        self._ops += [KvOp(KvKind.RM, seq, p0=first, p1=end) for seq in self._tips]
+
     def settle(self, n: int) -> int | None:
         """The request is nearly over, and its first `n` tokens are computed: bring the state back to the end of as many
         of them as possible. Returns their number; None where no state is that old, or where this tree needs none."""

@@ -12,6 +12,10 @@ from ggpipe.core.messages import KvKind, KvOp, Row
 from support.fake_model import Tokens
 
 
+HIDDEN = -1
+"""A token of a sequence that has no cell any more."""
+
+
 @dataclass(eq=False)
 class Cell:
     token: int
@@ -26,8 +30,8 @@ class FakeCache:
     it is, whatever the positions; it cannot forget a part of what its state has read, and an abort leaves that broken.
     """
 
-    def __init__(self, n_ctx: int, n_seq: int, hybrid: bool = False) -> None:
-        self.n_ctx, self.n_seq, self.hybrid = n_ctx, n_seq, hybrid
+    def __init__(self, n_ctx: int, n_seq: int, hybrid: bool = False, may_hide: bool = False) -> None:
+        self.n_ctx, self.n_seq, self.hybrid, self._may_hide = n_ctx, n_seq, hybrid, may_hide
         self.cells: set[Cell] = set()
         self._sequences: dict[int, dict[int, Cell]] = collections.defaultdict(dict)
         self._states: dict[int, Tokens | None] = {}
@@ -80,8 +84,11 @@ class FakeCache:
         self.decode([Row(token=token, pos=i, seqs=(seq,), request=0) for i, token in enumerate(tokens)])
 
     def history(self, seq: int) -> Tokens:
-        """The tokens of a sequence. It must have no gap."""
+        """The tokens of a sequence. It must have no gap, or `HIDDEN` tokens, but not at its start."""
         cells = self._sequences[seq]
+        if self._may_hide and cells:
+            assert 0 in cells, "the start of a text is hidden"
+            return tuple(cells[pos].token if pos in cells else HIDDEN for pos in range(max(cells) + 1))
         assert sorted(cells) == list(range(len(cells))), "a hole in the sequence"
         tokens = tuple(cells[pos].token for pos in range(len(cells)))
         assert not self.hybrid or self._states.get(seq, ()) == tokens, "the state is another sequence's"

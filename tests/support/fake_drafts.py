@@ -26,6 +26,7 @@ from ggpipe.core.drafters.ngram import Ngrams
 from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run
 from ggpipe.core.request import Limits
 from support.drafter_driver import DrafterDriver
+from support.fake_cache import HIDDEN
 from support.fake_model import FakeModel, Tokens, chance, is_below
 from support.fake_pipeline import NO_FILES, FakePipeline, Move, Restored
 
@@ -51,14 +52,21 @@ class RealDraft(DrafterDriver):
     """The core's drafter over a fake pipeline, and the way to and from it."""
 
     def __init__(
-        self, limits: Limits, n_stages: int, model: FakeDraftModel, restored: Restored = NO_FILES, id: int = 0
+        self,
+        limits: Limits,
+        n_stages: int,
+        model: FakeDraftModel,
+        restored: Restored = NO_FILES,
+        id: int = 0,
+        window: int = 0,
     ) -> None:
         self.id = id
+        self.window = window if limits.rolls_back else 0
         self.model = model
         self.n_rows = min(limits.n_batch, limits.n_ubatch)
         super().__init__(
-            DraftModel(id, DraftPipeline(limits=limits, restored=restored.tokens)),
-            FakePipeline(n_stages, limits.n_ctx, limits.n_seq, self.n_rows, self._answer),
+            DraftModel(id, DraftPipeline(limits=limits, restored=restored.tokens, window=window)),
+            FakePipeline(n_stages, limits.n_ctx, limits.n_seq, self.n_rows, self._answer, whole=self._whole),
         )
         if restored.tokens is not None:
             self.pipeline.restore(restored.tokens, restored.more)
@@ -66,6 +74,8 @@ class RealDraft(DrafterDriver):
         self.batches: collections.deque[MicroBatch] = collections.deque()
         self.text: dict[int, Tokens] = {}
         """Of each request, as far as the drafter was sent."""
+        self.last_text: dict[int, Tokens] = {}
+        """The same, of ended requests too."""
         self.begun: dict[int, BeginDrafting] = {}
         self.look_ahead: dict[int, int] = {}
         self.paths: dict[tuple[int, int], Tokens] = {}
@@ -74,6 +84,17 @@ class RealDraft(DrafterDriver):
     def _answer(self, i: int, row: Row, want: LogitsRequest, history: Tokens) -> RowLogits:
         best = self.model.candidates(history, want.n)
         return RowLogits(i, tuple(token for token, _ in best), tuple(math.log(prob) for _, prob in best), 0.0)
+
+    def _first(self, request: int) -> int:
+        first: int = self.drafter.first_read(self.begun[request])
+        assert bool(first) <= bool(self.window)
+        return first
+
+    def _whole(self, request: int, history: Tokens) -> Tokens:
+        text, first = self.last_text[request], self._first(request)
+        seen = sum(token != HIDDEN for token in history)
+        assert seen == len(history) or self.window
+        return text[:first] + tuple(text[first + i] if token == HIDDEN else token for i, token in enumerate(history))
 
     def moves(self) -> list[Move]:
         moves = self.pipeline_moves("draft")
@@ -97,6 +118,7 @@ class RealDraft(DrafterDriver):
                     self.paths[request, one.number] = (*self.text[request], *one.path)
             case EndDrafting(request):
                 del self.text[request]
+        self.last_text |= self.text
         self.handle(message)
 
     def handle(self, event: DraftEvent) -> None:
@@ -127,7 +149,7 @@ class RealDraft(DrafterDriver):
             )
 
     def _draft_tokens(self, run: Run) -> bool:
-        return any(row.pos >= len(self.text.get(row.request, ())) for row in run.rows)
+        return any(row.pos + self._first(row.request) >= len(self.text.get(row.request, ())) for row in run.rows)
 
     def _sent(self, batch: MicroBatch) -> None:
         speculation = self.begun[batch.request].speculation

@@ -44,6 +44,10 @@ Answer = Callable[[int, Row, LogitsRequest, Tokens], RowLogits]
 """What a model says of a row: its place in the run, the row, what it wants, and the tokens that it sees."""
 
 
+Whole = Callable[[int, Tokens], Tokens]
+"""A request's tokens up to a row, of those that the row sees."""
+
+
 class Dropping(enum.Enum):
     """Which dead rows a stage drops."""
 
@@ -143,9 +147,11 @@ class FakePipeline:
         answer: Answer,
         hybrid: bool = False,
         drops: Sequence[Dropping] = (),
+        whole: Whole | None = None,
     ) -> None:
-        """`drops`: of each stage; those without drop all dead rows."""
-        self.stages = [FakeStage(FakeCache(n_ctx, n_seq, hybrid)) for _ in range(n_stages)]
+        """`drops`: of each stage; those without drop all dead rows. `whole`: without it, no row's past is hidden."""
+        may_hide = whole is not None
+        self.stages = [FakeStage(FakeCache(n_ctx, n_seq, hybrid, may_hide)) for _ in range(n_stages)]
         for stage, own in zip(self.stages, drops, strict=False):
             stage.drops = own
         self.results: collections.deque[tuple[Run, tuple[RowLogits, ...]]] = collections.deque()
@@ -160,7 +166,8 @@ class FakePipeline:
         self.ended: set[int] = set()
         self._n_rows = n_rows
         self._answer = answer
-        self._plan = FakeCache(n_ctx, n_seq, hybrid)
+        self._whole = whole or (lambda _, history: history)
+        self._plan = FakeCache(n_ctx, n_seq, hybrid, may_hide)
         """What the cache holds after all runs so far, if none is cancelled."""
 
     def restore(self, tokens: Tokens, more: Tokens) -> None:
@@ -188,7 +195,8 @@ class FakePipeline:
         if isinstance(run.save, Restore):
             self._plan.restore(restorable(run.save), run.save.seq)
         self.rows_of[run.id] = []
-        for row, history in zip(run.rows, self._plan.decode(run.rows), strict=True):
+        for row, seen in zip(run.rows, self._plan.decode(run.rows), strict=True):
+            history = self._whole(row.request, seen)
             is_again = self._plan.hybrid and row.logits_request < 0
             assert is_again or (row.request, history) not in self.run_of, "evaluated twice"
             self.run_of[row.request, history] = run.id
@@ -258,7 +266,7 @@ class FakePipeline:
             numbered = kept(list(enumerate(run.rows)), run.dropped)
             seen = zip(numbered, self.stages[stage].histories if run.rows else [], strict=True)
             rows = tuple(
-                self._answer(i, row, run.logits_requests[row.logits_request], history)
+                self._answer(i, row, run.logits_requests[row.logits_request], self._whole(row.request, history))
                 for (i, row), history in seen
                 if row.logits_request >= 0
             )

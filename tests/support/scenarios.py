@@ -49,6 +49,8 @@ class Scenario:
     """Of each stage; those without drop all dead rows."""
     restored: Restored = NO_FILES
     draft_restored: Restored = NO_FILES
+    window: int = 0
+    """Of draft models."""
 
     def open(self) -> Head:
         drafts = [self._draft(number, kind) for number, kind in enumerate(self.drafts)]
@@ -67,7 +69,8 @@ class Scenario:
         if kind == "ngram":
             return TextDraft(number)
         draft_model = FakeDraftModel(self.model, agreement)
-        return RealDraft(self.draft_limits, self.n_draft_stages, draft_model, self.draft_restored, number)
+        restored = self.draft_restored
+        return RealDraft(self.draft_limits, self.n_draft_stages, draft_model, restored, number, self.window)
 
 
 SPECULATIONS = st.sampled_from([(1, 0), (1, 1), (2, 1), (4, 0), (4, 3), (6, 0)]).flatmap(
@@ -190,6 +193,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
         drops=draw(DROPS),
+        window=draw(st.sampled_from([0, 0, 0, 4, 7, 12, 20])),
     )
 
 

@@ -73,6 +73,8 @@ class DraftPipeline(msgspec.Struct, frozen=True, kw_only=True):
     """See `PrefixCache`."""
     horizon: int | None = None
     """See `HeadNeeds`; None: it is no draft head."""
+    window: int = 0
+    """Number of tokens of a request that a draft model sees; 0: all."""
 
 
 class TextDrafter(Protocol):

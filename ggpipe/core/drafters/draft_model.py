@@ -7,6 +7,11 @@ below the root is limited, so drafting stops on its own and continues when a tok
 the target's: the branch with the token is kept, including its KV cells. A token that was not drafted is decoded anew.
 
 The cells of ended requests are kept for prompts that begin in the same way (`prefix_cache`).
+
+With a window, the draft model sees only the latest tokens of a long text: it would take longer for a token, the longer
+the text is, while the tokens that come next rarely depend on what was long ago. Of the prompt it reads the end. Where
+that begins moves in steps, so that the next message of a conversation usually finds it in the prefix cache. Positions
+count from there. Output that no longer fits is hidden, the oldest first: its cells are freed.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ import collections
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import structs
 
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch, Shared
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ToHead
@@ -28,6 +35,8 @@ from ggpipe.core.prompt_chunks import chunk_end
 from ggpipe.core.run_cost import RunCost, most_per_second
 from ggpipe.core.tree import Node
 
+_STEPS = 4
+"""In a window: of these, the prompt has more than one and at most two."""
 _SHORTEST_ATTEMPT_S = 1e-3  # before any run of draft tokens has shown how long one takes
 _MIN_CANDIDATES = 4  # of each answer; some more than become draft tokens, for whoever records what the draft proposed
 _BEST_FIRST_CANDIDATES = 8  # of each answer, for trees that grow best-first
@@ -42,6 +51,7 @@ class DraftModel:
         limits = self._limits = pipeline.limits
         self._vocabularies = pipeline.vocabularies
         self._drafter = drafter
+        self._window = pipeline.window if limits.rolls_back else 0
         self._in_flight: InFlight[DraftState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, pipeline.restored)
         self._requests: dict[int, DraftState] = {}
@@ -105,7 +115,15 @@ class DraftModel:
 
     # The text
 
+    def first_read(self, begin: BeginDrafting) -> int:
+        """The first token of a prompt that the draft model reads."""
+        n_prompt, step = len(begin.prompt), max(self._window // _STEPS, 1)
+        if not self._window or n_prompt + begin.n_left <= self._window:
+            return 0
+        return max(-(-(n_prompt - self._window // 2) // step), 0) * step
+
     def _begin(self, begin: BeginDrafting) -> None:
+        begin = structs.replace(begin, prompt=begin.prompt[self.first_read(begin) :])
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
         self._requests[begin.request] = DraftState.of(begin, prefix, self._foresight(begin))
 
@@ -123,12 +141,14 @@ class DraftModel:
             self._send_held(state, False, actions)
         state.take_numbers(message)
         dead = state.accept(message.tokens, message.epoch)
+        if self._window and state.n_decoded - state.n_hidden > self._window:
+            state.hide()
         self._cancel(self._in_flight.drop(state, dead), actions)
 
     def _done(self, request: int, now: float, actions: list[DraftAction]) -> None:
         state = self._requests.pop(request, None)
         if state is not None:
-            clean = not self._in_flight.of(state) and not state.tree.n_submitted
+            clean = not self._in_flight.of(state) and not state.tree.n_submitted and not state.n_hidden
             computed = tuple(self._computed(state))
             is_kept = self._prefixes.close(state.prefix, computed, clean)
             if state.begin.saves != "nothing" and not state.is_saved:
@@ -157,7 +177,9 @@ class DraftModel:
         for part in run.parts:
             part.owner.add_candidates(part.nodes)
             if part.n_prompt_rows and part.request in self._requests:
-                self._prefixes.grow(part.owner.prefix, self._computed(part.owner))
+                computed = self._computed(part.owner)
+                most = len(part.owner.begin.prompt) if self._window else len(computed)
+                self._prefixes.grow(part.owner.prefix, computed[:most])
 
     def _settle(self, state: DraftState, now: float, actions: list[DraftAction]) -> None:
         """Send the draft tokens. If no more can follow without a message from the head, say so, or try again soon with
@@ -209,7 +231,10 @@ class DraftModel:
 
     def _computed(self, state: DraftState) -> Sequence[int]:
         """The text, as far as it is computed and may go into the prefix cache."""
-        return state.tokens[: self._in_flight.computed(state, state.n_decoded)] if state.begin.cache_prompt else ()
+        if not state.begin.cache_prompt:
+            return ()
+        n = self._in_flight.computed(state, state.n_decoded)
+        return state.tokens[: min(n, state.hidden_from) if state.n_hidden else n]
 
     def _decode(self, now: float, actions: list[DraftAction]) -> None:
         """Submit text first, in chunks; then the tips of all requests in one run."""
@@ -217,6 +242,10 @@ class DraftModel:
             while self._in_flight.n_computed < self._limits.n_in_flight and self._tokens_wait(state):
                 at = state.n_decoded
                 most = min(self._chunk_end(state) - at, self._free_cells)
+                if self._window and at >= len(state.begin.prompt):
+                    most = min(most, max(self._window // _STEPS, 1))
+                    if at - state.n_hidden + most > self._window:
+                        state.hide()
                 if state.saves_prompt:
                     n_saved = len(state.begin.prompt) - 1
                     if at == n_saved:
