@@ -28,6 +28,7 @@ NAMES = {
     "draft.model": "draft",
     "draft.threads": "threads_draft",
     "draft.threads_batch": "threads_batch_draft",
+    "draft.window": "draft_window",
 }
 """Keywords of settings whose names in messages differ."""
 

@@ -78,7 +78,8 @@ def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatc
     a, b = layers
     if a == b:
         return Memory()
-    n_cells = -(-(n_ctx or shape.n_ctx) // _CELLS) * _CELLS
+    n_ctx = n_ctx or shape.n_ctx
+    n_cells = -(-(min(n_ctx, shape.most_ctx) if shape.most_ctx else n_ctx) // _CELLS) * _CELLS
     n_rows = min(n_ubatch, n_cells)
     row_bytes = shape.row_bytes
     if b == shape.n_layer:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ggpipe.config.checks import MAX_TOKENS
+from ggpipe.config.draft import draft_cells
 from ggpipe.config.layer_split import MAX_PARTS
 from ggpipe.core.row_work import Attention, RowWork, together
 
@@ -48,6 +50,8 @@ class ModelShape:
     """Number of experts that a token uses."""
     n_ctx: int = 0
     """Context length in tokens that the model was trained with; 0: unknown."""
+    most_ctx: int = 0
+    """Size of its context at most, of a draft model that does not see all of its target's; 0: as long as that."""
     row_bytes: float = 0.0
     """Bytes of compute buffer per row of the longest run, on a rank with layers."""
     row_cell_bytes: float = 2.0
@@ -138,6 +142,12 @@ class ModelShape:
             layer_expert_bytes=tuple(round(share * n) for n in self.layer_expert_bytes),
         )
         return own
+
+    def with_window(self, window: int, n_requests: int) -> ModelShape:
+        """The shape of a draft model that sees `window` tokens of each of `n_requests` requests; 0: all."""
+        if not window or self.taps or self.is_recurrent:
+            return self
+        return replace(self, most_ctx=draft_cells(MAX_TOKENS, window, n_requests))
 
     def cell_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of a token's KV cache in layers [a, b)."""

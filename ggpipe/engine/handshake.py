@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ggpipe._version import __version__
 from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank
@@ -207,6 +208,7 @@ def needs_by_rank(
         with contextlib.suppress(ModelError):
             draft_file = open_draft(draft.model.path, config.model.path)
             shape = shape_of(draft_file, *types, draft.context.n_seq, n_prefixes)
+            shape = replace(shape, most_ctx=wiring.draft_n_ctx(draft, draft_file, config.n_requests))
             if draft.is_mtp:
                 shape = mtp.shape_of_mtp(draft_file, shape, *types[:2])
             drafts.append((shape, draft_layout))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import window_in
 from ggpipe.config.model import TARGET
 from ggpipe.core.draft_messages import VocabOutline
 from ggpipe.core.drafters import registry
@@ -127,6 +128,9 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                     vocabularies=vocabularies,
                     restored=draft_restored,
                     horizon=hello.head_needs.horizon if hello.head_needs is not None else None,
+                    window=window_in(draft_context.n_ctx, context.n_ctx, draft.window, n_requests)
+                    if registry.has_window(kinds[drafter])
+                    else 0,
                 )
                 head.channel.send(draft_layout.head, StartDraft(drafter, kinds[drafter], loaded_draft))
                 started[drafter] = draft_layout

@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ggpipe.config.draft import DraftConfig
+from ggpipe.config.draft import DraftConfig, draft_cells
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
+from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.layout import part_shares
 from ggpipe.llama import draft_heads, machine, mtp
@@ -17,6 +18,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import OnProgress
 from ggpipe.llama.libllama import native
+from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.stage import Stage
 from ggpipe.transport.base import Transport
@@ -94,7 +96,9 @@ def stage_loader(
     several. `warmup`, `inputs`: see `Stage`. `stream_memory_gb`: for weights that are streamed; None: as in the config.
     """
     threads, part = threads_of(config, transport, model), config.part_of(model)
-    weights = part.model
+    weights, context = part.model, part.context
+    if isinstance(part, DraftConfig):
+        context = replace(context, n_ctx=draft_n_ctx(part, model_file, config.n_requests))
     if stream_memory_gb is not None:
         weights = replace(weights, load_mode="stream", stream_memory_gb=stream_memory_gb)
     shares_cores = model != TARGET and transport.ranks_on_host > config.n_draft_ranks
@@ -102,13 +106,13 @@ def stage_loader(
     def load(progress: OnProgress) -> Stage:
         if shares_cores:
             machine.yield_to_others()
-        n_prefixes = config.n_prefixes(part.context)
+        n_prefixes = config.n_prefixes(context)
         saves_states = n_prefixes > 0 and any(one is not None for one in files)
         stage = Stage(
             model_file,
             layers,
             weights,
-            part.context,
+            context,
             threads,
             progress,
             n_prefixes,
@@ -119,10 +123,19 @@ def stage_loader(
         )
         for one in files:
             if one is not None:
-                one.describe(stage, model_file, part.model, part.context)
+                one.describe(stage, model_file, part.model, context)
         return stage
 
     return load
+
+
+def draft_n_ctx(draft: DraftConfig, model_file: ModelFile, n_requests: int) -> int:
+    """Size of a draft model's context. Recurrent and hybrid models cannot forget a part of a text, so they see all."""
+    header = ModelHeader(model_file)
+    n_ctx = draft.context.n_ctx or header.number("context_length")
+    if draft.is_mtp or header.is_recurrent or not registry.has_window(registry.kind_of(model_file.architecture)):
+        return n_ctx
+    return draft_cells(n_ctx, draft.window, n_requests)
 
 
 def needs_of(config: EngineConfig, model: int, model_file: ModelFile) -> HeadNeeds | None:

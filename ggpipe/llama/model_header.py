@@ -87,6 +87,11 @@ class ModelHeader:
         return (value if isinstance(value, int) else default,) * self.n_layer
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a recurrent state."""
+        return any(map(self._has_state, range(self.n_layer)))
+
+    @property
     def pooling(self) -> str:
         """How its embeddings are made, as llama.cpp names it; nothing where the file does not say."""
         number = self.number("pooling_type", -1)

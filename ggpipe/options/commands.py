@@ -203,7 +203,7 @@ COMMANDS: tuple[Command, ...] = (
         threads.
         """,
         records=(*_WEIGHTS, *_COMPUTING, settings.ProfileSettings),
-        leave_out=_PLANNED | {"draft.threads"},
+        leave_out=_PLANNED | {"draft.threads", "draft.window"},
         required=frozenset({"model"}),
     ),
     Command(

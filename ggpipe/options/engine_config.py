@@ -147,6 +147,11 @@ def draft_threads(options: Options) -> int:
     return DraftConfig(model=ModelConfig(path=Path()), **options.fields(DraftConfig)).threads
 
 
+def draft_window(options: Options) -> int:
+    """Number of tokens that draft models see, even if there are none."""
+    return DraftConfig(model=ModelConfig(path=Path()), **options.fields(DraftConfig)).window
+
+
 def given_mode(options: Options) -> Mode | None:
     """The mode that the user chose, or None."""
     mode: Mode | None = options.fields(SpeculationConfig).get("mode")

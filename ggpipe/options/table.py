@@ -173,6 +173,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(SpeculationConfig, SPECULATION, "n_seq", "--sequences", metavar="N", help="Number of sequence ids for branches in flight, including the output's. Default: 129 with --policy best-first, shared by all requests; otherwise same as -np. With more than -np, new branches can start while older ones are verified."),
     _option(DraftConfig, SPECULATION, "threads", "-td", "--threads-draft", setting="draft.threads", metavar="N", help="Number of threads for the draft model (-1 = same as -t)."),
     _option(DraftConfig, SPECULATION, "threads_batch", "-tbd", "--threads-batch-draft", setting="draft.threads_batch", metavar="N", help="Number of threads for the draft model's prompts (-1 = same as -td)."),
+    _option(DraftConfig, SPECULATION, "window", "--draft-window", setting="draft.window", metavar="N", help="Number of tokens of a request that draft models see: the latest ones (0 = all). Less takes less memory, and less time in long contexts. Draft heads and MTP layers see all."),
     _option(SpeculationConfig, SPECULATION, "cancel", "--cancel/--no-cancel", help="Cancel runs in flight when all their draft tokens are rejected."),
     _option(SpeculationConfig, SPECULATION, "continuous", "--continuous/--no-continuous", help="Keep drafting while earlier draft tokens are verified."),
     _option(settings.BenchSettings, SPECULATION, "modes", "--modes", metavar="LIST", parse=lists.words, help="Modes to measure: iterative, speculative, async, single (the whole model in one process). Default: all that are possible."),

@@ -15,6 +15,7 @@ from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import Profile, RankProfile
 from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import WINDOW
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit, text_of
 from ggpipe.config.model import TARGET
@@ -179,9 +180,10 @@ def _plan(
         return shape_of(ModelFile.open(path), *types, own.n_seq, n_prefixes, own.n_states)
 
     target = shape(config.model.path, context)
-    draft, draft_threads = None, -1
+    draft, draft_threads, window = None, -1, WINDOW
     for own in config.drafts:
-        draft, draft_threads = shape(own.model.path, own.context), own.threads
+        draft = shape(own.model.path, own.context).with_window(own.window, config.n_requests)
+        draft_threads, window = own.threads, own.window
     constraints = Constraints(
         n_ctx=context.n_ctx,
         n_ubatch=context.n_ubatch,
@@ -193,7 +195,7 @@ def _plan(
         groups=_may_group(config),
         streams=_streams(config),
     )
-    sizes = Sizes(context.n_ctx, context.n_batch, context.n_ubatch)
+    sizes = Sizes(context.n_ctx, context.n_batch, context.n_ubatch, window=window)
     request = PlanRequest(
         constraints=constraints,
         tokens=SyntheticText(agreement=_AGREEMENT, n_prompt=_N_PROMPT),

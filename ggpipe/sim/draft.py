@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from ggpipe.core.draft_messages import DrafterMessage, MicroBatch
+from ggpipe.core.draft_messages import BeginDrafting, DrafterMessage, MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, StatesArrived, ToHead
+from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.events import CancelRuns, RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Span
-from ggpipe.core.request import Limits
 from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.cores import Cores
 from ggpipe.sim.network import Network
@@ -37,7 +37,7 @@ class VirtualDraft:
         cluster: VirtualCluster,
         model: PipelineSpec,
         tokens: Mapping[int, SimulatedTokens],
-        limits: Limits,
+        pipeline: DraftPipeline,
         arrived: MicroBatchArrived,
         drafter: int,
     ) -> None:
@@ -49,7 +49,7 @@ class VirtualDraft:
         self._arrived = arrived
         self.rank = model.layout.head
         self._process = processes[self.rank]
-        self._drafter = registry.WITH_MODEL[model.drafter](drafter, DraftPipeline(limits=limits, horizon=model.horizon))
+        self._drafter = registry.WITH_MODEL[model.drafter](drafter, pipeline)
         self._paths = _Paths(tokens, drafter, skips_first=bool(model.taps) and model.drafter != registry.MTP)
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, model, self.rank, self._result_arrived
@@ -59,6 +59,9 @@ class VirtualDraft:
 
     def receive(self, message: DrafterMessage) -> int:
         """The head says this; returns the number of messages that it takes."""
+
+        if isinstance(message, BeginDrafting) and isinstance(self._drafter, DraftModel):
+            self._paths.first[message.request] = self._drafter.first_read(message)
 
         def arrive() -> None:
             self._process.receive(HEAD, lambda: self._handle(message))
@@ -119,6 +122,8 @@ class _Paths:
         self._tokens = tokens
         self._drafter = drafter
         self._skips_first = skips_first
+        self.first: dict[int, int] = {}
+        """By request: the token of its prompt where the drafter's sequences begin."""
         self._left: dict[int, int] = {}
         """By sequence: the position of its first token that is not the text's."""
         self._known: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[float, ...]]] = {}
@@ -161,8 +166,9 @@ class _Paths:
         return RowLogits(i, *first, 0.0, later=tuple(RowLogits(i, *one, 0.0) for one in later))
 
     def _shift(self, row: Row) -> int:
-        """Tokens of the request before the drafter's own first one, see `core.drafters.eagle`."""
-        return int(self._skips_first and len(self._tokens[row.request].prompt) > 1)
+        """Tokens of the request before the drafter's own first one, see `core.drafters`."""
+        skipped = int(self._skips_first and len(self._tokens[row.request].prompt) > 1)
+        return skipped + self.first.get(row.request, 0)
 
     def _said(self, request: int, pos: int, lost: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
         key = request, pos, lost

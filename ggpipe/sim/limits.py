@@ -6,6 +6,7 @@ import collections
 from dataclasses import dataclass, replace
 
 from ggpipe.config.context import MAX_SEQUENCES, MAX_STATES
+from ggpipe.config.draft import WINDOW
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.drafters import registry
 from ggpipe.core.layout import RankPlace, crowding
@@ -24,6 +25,8 @@ class Sizes:
     """Maximum number of runs in the target's pipeline; 0: one more than there are stages."""
     n_requests: int = 1
     """Requests that are served at the same time."""
+    window: int = WINDOW
+    """See `DraftConfig`."""
 
 
 def target_limits(sizes: Sizes, cluster: VirtualCluster, speculation: SpeculationConfig, n_drafters: int) -> Limits:

@@ -153,10 +153,12 @@ class SimulationSpec:
     def _memory(self) -> list[Memory]:
         """Memory of each rank. Those of nodes without enough stream weights, if the speed of their disks is known."""
         placement, nodes = self.placement, self.cluster.nodes
-        n_ctx = self.sizes.n_ctx or self._longest * (self.traffic.at_a_time if self.traffic is not None else 1)
+        at_a_time = self.traffic.at_a_time if self.traffic is not None else 1
+        n_ctx = self.sizes.n_ctx or self._longest * at_a_time
         layout = placement.layout or lay_out(self.target.n_layer, len(placement.target_on), None)
         sizes = n_ctx, self.sizes.n_ubatch, placement.tensor_split
-        needs = memory_by_rank(self.target, layout, self._drafts, *sizes)
+        drafts = [(shape.with_window(self.sizes.window, at_a_time), own) for shape, own in self._drafts]
+        needs = memory_by_rank(self.target, layout, drafts, *sizes)
         usable = {i: own.memory_bytes * USABLE for i, own in enumerate(nodes) if own.disk_bytes_per_s}
         return list(
             with_streaming(self.target, layout, needs, placement.node_of, usable, placement.tensor_split).values()

@@ -15,6 +15,7 @@ from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters import registry
+from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.events import (
     Arrived,
     CancelRuns,
@@ -176,7 +177,11 @@ class _Simulation:
                 cluster,
                 model,
                 {i: asked.tokens for i, asked in enumerate(requests, 1)},
-                limits_of(sizes, model, speculation),
+                DraftPipeline(
+                    limits=limits_of(sizes, model, speculation),
+                    horizon=model.horizon,
+                    window=sizes.window if registry.has_window(model.drafter) else 0,
+                ),
                 self._micro_batch_arrived,
                 drafter,
             )

@@ -11,7 +11,6 @@ from ggpipe.core.kv.prefix_cache import RESTORED
 from ggpipe.core.messages import KvKind, KvOp, Row
 from support.fake_model import Tokens
 
-
 HIDDEN = -1
 """A token of a sequence that has no cell any more."""
 

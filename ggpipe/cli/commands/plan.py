@@ -13,6 +13,7 @@ from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import WINDOW
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.display.files import check_writable
 from ggpipe.display.progress import SimulationProgress
@@ -21,7 +22,7 @@ from ggpipe.errors import LaunchError, Setting, SettingError, UsageError, Wordin
 from ggpipe.launch.environment import has_user
 from ggpipe.launch.job import slots_of
 from ggpipe.launch.rank_setup import ProfileWork, RankSetup
-from ggpipe.options.engine_config import check_draft, draft_threads, engine_config
+from ggpipe.options.engine_config import check_draft, draft_threads, draft_window, engine_config
 from ggpipe.options.hub import HubSettings
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
@@ -80,6 +81,7 @@ class _Request:
                 "threads", f"must be a single number for all ranks, got {len(threads)}", "plan chooses the rest"
             )
         self._threads, self._draft_threads = threads[0], draft_threads(options)
+        self._draft_window = draft_window(options)
         if self.settings.users is not None:
             Traffic(users=self.settings.users)
         check_writable(self.settings.json)
@@ -105,7 +107,7 @@ class _Request:
             halves=True,
             streams=not self.context.exact,  # as `EngineConfig.may_stream` for the flags of the plan's command
         )
-        sizes = Sizes(n_ctx, self.context.n_batch, self.context.n_ubatch)
+        sizes = Sizes(n_ctx, self.context.n_batch, self.context.n_ubatch, window=self._draft_window)
         request = PlanRequest(
             constraints=constraints, tokens=self.text, sizes=sizes, mode=self.settings.mode, users=users
         )
@@ -136,8 +138,13 @@ class _Request:
         hub, paths = self.options[HubSettings].draft_repos, self.models.drafts
         names = [("-md", str(path)) for path in paths[: len(paths) - len(hub)]] + [("-hfd", name) for name in hub]
         flags = dict(zip(map(id, files), names, strict=False))
+        window, users = self._draft_window, self.settings.users or 1
         return target, [
-            DrafterCandidate(shape=shape, agreement=share, flags=flags.get(id(shape), ("-md", "draft.gguf")))
+            DrafterCandidate(
+                shape=shape.with_window(window, users),
+                agreement=share,
+                flags=flags.get(id(shape), ("-md", "draft.gguf")),
+            )
             for shape, share in zip(shapes, shares, strict=True)
         ]
 
@@ -150,6 +157,8 @@ class _Request:
         for field in ("n_batch", "n_ubatch", "flash_attn", "cache_type_k", "cache_type_v"):
             if getattr(context, field) != getattr(default, field):
                 extras += [spellings()[field].partition("/")[0], str(getattr(context, field))]
+        if made.used and self._draft_window != WINDOW:
+            extras += [spellings()["draft.window"].partition("/")[0], str(self._draft_window)]
         hub = self.options[HubSettings]
         extras += ["-hff", hub.file] if hub.file is not None else []
         return GenerateCommand(

@@ -32,6 +32,7 @@ from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.engine_config import (
     check_draft,
     draft_threads,
+    draft_window,
     given_mode,
     speculation_config,
 )
@@ -132,7 +133,7 @@ def _spec(options: Options) -> SimulationSpec:
     pipeline = options[PipelineConfig]
     placement = _with_threads(cluster, placement, pipeline, draft_threads(options))
     placement = replace(placement, tensor_split=pipeline.tensor_split, tensor_wire=pipeline.tensor_wire)
-    sizes = Sizes(context.n_ctx, context.n_batch, context.n_ubatch)
+    sizes = Sizes(context.n_ctx, context.n_batch, context.n_ubatch, window=draft_window(options))
     text = options[SimulatedText]
     n_predict = text.n_predict if text.n_predict > 0 or text.recording is not None else _N_TEXT
     return SimulationSpec(

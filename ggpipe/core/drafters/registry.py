@@ -57,6 +57,11 @@ def kind_of(architecture: str) -> str:
     return architecture if architecture in WITH_MODEL else next(iter(WITH_MODEL))
 
 
+def has_window(kind: str) -> bool:
+    """Whether such a drafter may see less than all of a text: draft models, but no draft heads."""
+    return kind in WITH_MODEL and not reads_states(kind)
+
+
 def reads_states(kind: str) -> bool:
     """Whether a drafter of this kind reads states of the target."""
     return kind == MTP or kind in HEADS
