@@ -37,6 +37,7 @@ MODEL = ModelConfig(path=Path("m.gguf"))
         (lambda n: SpeculationConfig(n_parallel=n), "n_parallel", (0, 257)),
         (lambda n: SpeculationConfig(n_min=n), "n_min", (-1, 65)),
         (lambda n: PipelineConfig(threads=(1, n)), "threads", (0, -2, 513)),
+        (lambda n: DraftConfig(model=MODEL, window=n), "draft.window", (-1, 1, 63, 2**31)),
         (lambda n: PipelineConfig(threads_batch=(n,)), "threads_batch", (0, -2, 513)),
         (lambda n: PipelineConfig(layer_split=LayerSplit((0.5, 0.5), (1, n))), "group_sizes", (0, 17)),
         (lambda n: DraftConfig(model=MODEL, threads=n), "draft.threads", (0, -2, 513)),

@@ -84,6 +84,21 @@ def test_a_model_that_does_not_fit_is_warned_of(monkeypatch: pytest.MonkeyPatch)
     assert warning.startswith("memory may run out later: ")
 
 
+def test_draft_models_need_cells_for_what_they_see() -> None:
+    def kv_bytes(window: int, n_ctx: int, n_requests: int = 1) -> float:
+        context = ContextConfig(n_ctx=n_ctx, n_seq=n_requests)
+        draft = DraftConfig(model=CONFIG.model, layer_split=LayerSplit((1.0,)), context=context, window=window)
+        config = replace(CONFIG, context=context, drafts=(draft,), n_requests=n_requests)
+        own = lay_out(FILE.n_layer, 1, LayerSplit((1.0,)), 2)
+        return needs_by_rank(config, FILE, LAYOUT, [own])[2].kv
+
+    cell = shape_of(FILE).cell_bytes((0, FILE.n_layer))
+    assert kv_bytes(0, 65536) == 65536 * cell
+    assert kv_bytes(8192, 65536) == (8192 + 256) * cell
+    assert kv_bytes(8192, 65536, 4) == 4 * (8192 + 256) * cell
+    assert kv_bytes(8192, 4096) == 4096 * cell
+
+
 def streams(config: EngineConfig) -> bool:
     """Whether a single rank warns that it streams, rather than that memory may run out."""
     with Head(LocalWorld(1).transports[0], config) as head:

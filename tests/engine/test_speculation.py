@@ -166,6 +166,20 @@ def cases_of(
     return [(str(mode), str(name)) for *place, mode, name in combinations(rows, full) if tuple(place) == own]
 
 
+def test_a_draft_model_sees_the_latest_tokens() -> None:
+    """Of a prompt that is far longer than its window, and of output that also exceeds it."""
+    prompt = prompt_of("long.txt", 600)
+    config = config_of(TARGET, DRAFT, 1, n_ctx=2048)
+    (draft,) = config.drafts
+    with Reference(TARGET, 2048, exact=True) as reference:
+        expected = reference.generate(prompt, SAMPLINGS["greedy"], 200, [])
+    with local_session(replace(config, drafts=(replace(draft, window=64),)), 2) as session:
+        for mode in ("async", "speculative"):
+            tokens, stats = generate(session, prompt, SAMPLINGS["greedy"], MODES[mode], 200)
+            assert tokens == expected
+        assert stats.counters.accepted_tokens > 50
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_all_modes_write_libllamas_text(layout: Layout, full: bool) -> None:
     n_target, n_draft, threads = layout

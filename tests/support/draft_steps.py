@@ -21,9 +21,9 @@ Candidates = dict[int, float]
 class Draft:
     """A drafter whose model thinks what the test says."""
 
-    def __init__(self, vocabularies: Vocabularies | None = None, **limits: int) -> None:
+    def __init__(self, vocabularies: Vocabularies | None = None, window: int = 0, **limits: int) -> None:
         known: dict[str, Any] = {"n_ctx": 99, "n_batch": 8, "n_ubatch": 8, "n_in_flight": 2, "n_seq": 4} | limits
-        self.drafter = DraftModel(0, DraftPipeline(limits=Limits(**known), vocabularies=vocabularies))
+        self.drafter = DraftModel(0, DraftPipeline(limits=Limits(**known), vocabularies=vocabularies, window=window))
         self.runs: list[Run] = []
         self.sent: list[MicroBatch] = []
         self.cancelled: list[int] = []
