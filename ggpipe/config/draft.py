@@ -15,7 +15,7 @@ WINDOW = 8192
 """Tokens of a request that draft models see by default."""
 _LEAST_WINDOW = 64
 _ROOM = 256
-"""Cells for a request's draft tokens, beside those of what the draft model sees of it."""
+"""Cells for a request's draft tokens, in addition to those of what the draft model sees of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,14 @@ class DraftConfig:
 
 
 def draft_cells(n_ctx: int, window: int, n_requests: int) -> int:
-    """Size of a draft model's context beside one of `n_ctx` tokens of the target, if it sees `window` tokens of each
+    """Size of a draft model's context if that of the target has `n_ctx` tokens, and it sees `window` tokens of each
     of `n_requests` requests."""
     return min(n_ctx, n_requests * (window + _ROOM)) if window else n_ctx
 
 
 def window_in(n_cells: int, n_ctx: int, window: int, n_requests: int) -> int:
-    """Number of tokens of a request that a draft model with `n_cells` cells sees; 0: all of the target's `n_ctx`."""
-    return min(window, max(n_cells // n_requests - _ROOM, 0)) if n_cells < n_ctx else 0
+    """Number of tokens of a request that a draft model with `n_cells` cells sees if the target has `n_ctx`; 0: all.
+    It has fewer cells than `draft_cells` if it was trained with so few."""
+    if n_cells < draft_cells(n_ctx, window, n_requests):
+        return min(window, max(n_cells // n_requests - _ROOM, 0))
+    return window

@@ -115,7 +115,7 @@ COMMANDS: tuple[Command, ...] = (
         it on the first rank.
         """,
         records=(*_WEIGHTS, *_COMPUTING, settings.PromptSettings, SamplingConfig, settings.RecordSettings),
-        leave_out=frozenset({"file", *_OF_REASONING}),
+        leave_out=frozenset({"file", "draft.window", *_OF_REASONING}),
         required=frozenset({"model", "output"}),
         defaults={"n_predict": 256},
     ),

@@ -95,5 +95,9 @@ def test_a_prompt_is_read_from_where_the_next_ones_are(n_prompt: int, n_left: in
 def test_a_context_has_room_for_the_window_of_each_request(n_ctx: int, window: int, n_requests: int) -> None:
     n_cells = draft_cells(n_ctx, window, n_requests)
     assert n_cells <= n_ctx
-    assert window_in(n_cells, n_ctx, window, n_requests) == (0 if n_cells == n_ctx else window)
+    assert window_in(n_cells, n_ctx, window, n_requests) == window
+    assert n_requests * (window_in(n_cells // 2, n_ctx, window, n_requests) + 256) <= max(
+        n_cells // 2, n_requests * 256
+    )
     assert draft_cells(n_ctx, 0, n_requests) == n_ctx
+    assert window_in(n_ctx, n_ctx, 0, n_requests) == 0
