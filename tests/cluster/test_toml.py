@@ -17,7 +17,6 @@ from ggpipe.cluster.profile import write
 from ggpipe.cluster.spec import TURNS
 from ggpipe.cluster.toml import read_cluster, shipped
 from ggpipe.config.layer_split import MAX_PARTS, LayerSplit
-from ggpipe.core.row_work import Attention
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim.simulator import simulate
 from ggpipe.sim.virtual_cluster import build, placement_of
@@ -152,31 +151,6 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     layers = (0, mixture.n_layer)
     assert mixture.read_bytes(layers, 1) == pytest.approx(dense.read_bytes(layers) - 30e9 * 0.75, rel=1e-6)
     assert mixture.read_bytes(layers, 2) == pytest.approx(dense.read_bytes(layers) - 30e9 * 0.75**2, rel=1e-6)
-
-
-def test_attention(tmp_path: Path) -> None:
-    def of(more: str) -> tuple[Attention, ...]:
-        target = read_cluster(written(tmp_path, NODES + NETWORK + TARGET + more)).target
-        assert target is not None
-        return target.layer_attention
-
-    assert of("") == (Attention(cell=4 * 8192),) * 80
-    assert of("attention_width = 4096\n") == (Attention(cell=4 * 4096),) * 80
-    some = of("window = 128\nwindow_layers = 20\nindex_width = 512\n")
-    within = Attention(cell=4 * 8192, most_cells=128, index=2 * 512)
-    assert [layer == within for layer in some[:8]] == [False, False, False, True] * 2
-    assert some.count(within) == 20
-    assert of("window = 128\n") == (Attention(cell=4 * 8192, most_cells=128),) * 80
-    (latent,) = {*of("kv_heads = 128\nlatent_kv = true\n")}
-    assert latent.cell == pytest.approx(2 * 128 * (2050 + 2050 * 512 / 576))
-    assert 0 < latent.long_cell < latent.cell < latent.expansion
-
-
-def test_parts_divide_attention(tmp_path: Path) -> None:
-    target = read_cluster(written(tmp_path, NODES + NETWORK + TARGET)).target
-    assert target is not None
-    assert target.part(0.25).attention((0, 4)) == (Attention(cell=4 * 8192),)
-    assert replace(target, divides_attention=False).part(0.25).attention((0, 4)) == target.attention((0, 4))
 
 
 def test_how_many_parts_a_group_may_have(tmp_path: Path) -> None:
