@@ -278,13 +278,12 @@ def even_shape(
     n_vocab: int,
     tied: bool = False,
     experts: Experts | None = None,
-    attention: Attention | None = None,
 ) -> ModelShape:
     """A model with layers that are equal except for their experts, and one type of weights.
 
     `weight_bytes`, `parameters`: of the whole file. `cell_bytes`: KV cache of a token in all layers. `tied`: the input
-    embedding is also the output layer, and the file contains it only once. `attention`: of each layer, in
-    floating-point operations; default: heads that are together as wide as an embedding.
+    embedding is also the output layer, and the file contains it only once. Heads are taken to be together as wide as an
+    embedding.
 
     Raises ValueError if the experts are larger than the layers.
     """
@@ -305,7 +304,7 @@ def even_shape(
         parameters_per_byte=parameters / weight_bytes,
         n_embd=n_embd,
         layer_cell_bytes=(cell_bytes / n_layer,) * n_layer,
-        layer_attention=(attention or Attention(cell=4 * n_embd),) * n_layer,
+        layer_attention=(Attention(cell=4 * n_embd),) * n_layer,
         n_vocab=n_vocab,
         layer_expert_bytes=layer_expert_bytes if experts else (),
         n_expert=experts.n_expert if experts else 0,
