@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ggpipe.cluster.memory import Memory
+from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.planning.placements import Place
 from ggpipe.sim.virtual_cluster import VirtualPlacement
@@ -56,6 +57,8 @@ class DraftRate:
 class Plan:
     """The ranks of a plan, and their predicted speed."""
 
+    cluster: ClusterSpec
+    """The cluster, with the machines of the ranks."""
     placement: VirtualPlacement
     places: tuple[Place, ...]
     """The place of each rank."""

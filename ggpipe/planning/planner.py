@@ -139,8 +139,10 @@ class _Search:
         prediction = max((predictions[mode] for mode in own_modes), key=lambda one: one.tokens_per_s)
         places = candidate.arrangement.places(candidate.counts)
         ranks = self._ranks(candidate)
+        cluster, placement = self._placed(candidate)
         return Plan(
-            placement=self._placement(candidate),
+            cluster=cluster,
+            placement=placement,
             places=places,
             ranks=ranks,
             best=prediction,
@@ -367,8 +369,11 @@ class _Search:
         evaluation = self._evaluator.evaluate(candidate, mode, speculation, carefully=True)
         return Prediction(mode, speculation, evaluation.tokens_per_s, evaluation.ttft_s)
 
+    def _placed(self, candidate: Candidate) -> tuple[ClusterSpec, VirtualPlacement]:
+        return placed(self._spec, candidate, drafts_of(candidate, self._draft, self._request.further))
+
     def _placement(self, candidate: Candidate) -> VirtualPlacement:
-        return placed(self._spec, candidate, drafts_of(candidate, self._draft, self._request.further))[1]
+        return self._placed(candidate)[1]
 
     def _ranks(self, candidate: Candidate) -> tuple[RankPlan, ...]:
         placement = self._placement(candidate)

@@ -39,6 +39,7 @@ from ggpipe.planning.candidates import Constraints
 from ggpipe.planning.drafters import DrafterCandidate, DrafterPlan, plan_drafters
 from ggpipe.planning.evaluate import tokens_of_users
 from ggpipe.planning.planner import PlanRequest
+from ggpipe.planning.run_lengths import longer_runs
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.limits import Sizes
 
@@ -113,8 +114,13 @@ class _Request:
         )
         with SimulationProgress() as progress:
             made = plan_drafters(spec, target, candidates, request, progress)
+        longer = None
+        if not self.options.is_given("n_ubatch"):
+            longer = longer_runs(target, [own.shape for own in made.used], request, made.plan)
+        if longer is not None:
+            self.context = replace(self.context, n_ubatch=longer.n_ubatch)
         command = self._command(n_ctx, hosts, made)
-        print_plan(spec, target, candidates, self.text, made, command)
+        print_plan(spec, target, candidates, self.text, made, command, longer)
         if self.settings.json is not None:
             write_plan(self.settings.json, spec, made, command)
 

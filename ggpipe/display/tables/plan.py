@@ -27,6 +27,7 @@ from ggpipe.launch.hostfile import hostfile_lines
 from ggpipe.launch.placement import listed
 from ggpipe.planning.drafters import DrafterCandidate, DrafterPlan
 from ggpipe.planning.plan import Plan, Prediction
+from ggpipe.planning.run_lengths import LongerRuns
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.virtual_cluster import VirtualPlacement
 
@@ -60,8 +61,10 @@ def print_plan(
     tokens: SyntheticText | Recording,
     made: DrafterPlan,
     command: GenerateCommand,
+    longer: LongerRuns | None = None,
 ) -> None:
-    """Print a plan on stdout. `candidates`: the drafters that it could use."""
+    """Print a plan on stdout. `candidates`: the drafters that it could use. `longer`: runs that the command asks
+    for."""
     console, plan = page_console(), made.plan
     parts: list[RenderableType] = [
         _heading(spec, target, candidates, tokens, plan),
@@ -73,6 +76,7 @@ def print_plan(
         *map(Text, _draft_line(plan)),
         *map(Text, _choice(made)),
         *map(Text, _reasons(spec, plan)),
+        *map(Text, _longer_line(longer)),
         *map(Text, _remarks(spec, plan)),
         Text(),
     ]
@@ -298,6 +302,17 @@ def _wire_line(plan: Plan, unit: str) -> list[str]:
         f"--tensor-wire f16 sends sums as 16-bit floats. Without it: {three_digits(plan.with_floats.tokens_per_s)} "
         f"{unit}, TTFT {human_seconds(plan.with_floats.ttft_s)}",
         "(rounding may occasionally change the choice between two almost equally likely tokens)",
+    ]
+
+
+def _longer_line(longer: LongerRuns | None) -> list[str]:
+    """What longer runs gain."""
+    if longer is None:
+        return []
+    return [
+        "",
+        f"-ub {longer.n_ubatch} computes more of a prompt at once: first token of a single request after "
+        f"{human_seconds(longer.ttft_s)} instead of {human_seconds(longer.usual_s)}, for more memory",
     ]
 
 
