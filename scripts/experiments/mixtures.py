@@ -56,6 +56,14 @@ class Mixture:
     """Numbers of a token in a layer's KV cache, in layers that have one."""
     n_cells: int | None = None
     """Layers that have a KV cache; None: all."""
+    q_width: int | None = None
+    """Of all query heads together, on average over the layers; None: the KV cache is latent."""
+    window: int | None = None
+    """Tokens that a token sees in some layers."""
+    n_windows: int | None = None
+    """Number of these layers; None: all."""
+    index_width: int = 0
+    """Of the heads that select these tokens, together."""
     n_vocab: int
     expert_bits: float | None = None
     """Bits per weight of the experts; None: the average of the file."""
@@ -78,6 +86,10 @@ class Mixture:
             vocabulary=self.n_vocab,
             kv_heads=min(self.n_heads, MAX_PARTS),
             latent_kv=self.cell == LATENT,
+            attention_width=self.q_width,
+            window=self.window,
+            window_layers=self.n_windows,
+            index_width=self.index_width,
             experts=self.n_expert,
             experts_used=self.n_used,
             expert_gb=self.expert_gb,
@@ -88,23 +100,23 @@ class Mixture:
 
 MODELS = (
     Mixture(name="gpt-oss-20b", weights_b=20.9, file_gb=12.1, n_layer=24, width=2880, n_ff=2880, n_expert=32, n_used=4,
-            n_heads=8, cell=1024, n_vocab=201088, expert_bits=MXFP4),
+            n_heads=8, cell=1024, q_width=4096, window=128, n_windows=12, n_vocab=201088, expert_bits=MXFP4),
     Mixture(name="Qwen3-30B-A3B", weights_b=30.5, file_gb=18.6, n_layer=48, width=2048, n_ff=768, n_expert=128,
-            n_used=8, n_heads=4, cell=1024, n_vocab=151936),
+            n_used=8, n_heads=4, cell=1024, q_width=4096, n_vocab=151936),
     Mixture(name="Qwen3-Next-80B-A3B", weights_b=79.7, file_gb=48.5, n_layer=48, width=2048, n_ff=512, n_expert=512,
-            n_used=10, n_heads=2, cell=1024, n_cells=12, n_vocab=151936),
+            n_used=10, n_heads=2, cell=1024, n_cells=12, q_width=1024, n_vocab=151936),
     Mixture(name="gpt-oss-120b", weights_b=116.8, file_gb=62.8, n_layer=36, width=2880, n_ff=2880, n_expert=128,
-            n_used=4, n_heads=8, cell=1024, n_vocab=201088, expert_bits=MXFP4),
+            n_used=4, n_heads=8, cell=1024, q_width=4096, window=128, n_windows=18, n_vocab=201088, expert_bits=MXFP4),
     Mixture(name="GLM-4.5-Air", weights_b=106.9, file_gb=70.5, n_layer=46, n_dense=1, width=4096, n_ff=1408,
-            n_expert=128, n_used=8, n_heads=8, cell=2048, n_vocab=151552),
+            n_expert=128, n_used=8, n_heads=8, cell=2048, q_width=12288, n_vocab=151552),
     Mixture(name="Qwen3-235B-A22B", weights_b=235.1, file_gb=142.2, n_layer=94, width=4096, n_ff=1536, n_expert=128,
-            n_used=8, n_heads=4, cell=1024, n_vocab=151936),
+            n_used=8, n_heads=4, cell=1024, q_width=8192, n_vocab=151936),
     Mixture(name="GLM-4.6", weights_b=352.8, file_gb=213.0, n_layer=92, n_dense=3, width=5120, n_ff=1536, n_expert=160,
-            n_used=8, n_heads=8, cell=2048, n_vocab=151552),
+            n_used=8, n_heads=8, cell=2048, q_width=12288, n_vocab=151552),
     Mixture(name="DeepSeek-V3.1", weights_b=671, file_gb=404.5, n_layer=61, n_dense=3, width=7168, n_ff=2048,
             n_expert=256, n_used=8, n_heads=128, cell=LATENT, n_vocab=129280),
     Mixture(name="GLM-5.1", weights_b=744, file_gb=464.7, n_layer=78, n_dense=3, width=6144, n_ff=2048, n_expert=256,
-            n_used=8, n_heads=64, cell=LATENT, n_vocab=154880),
+            n_used=8, n_heads=64, cell=LATENT, window=2048, index_width=4096, n_vocab=154880),
     Mixture(name="Kimi-K2", weights_b=1026.5, file_gb=621.0, n_layer=61, n_dense=1, width=7168, n_ff=2048,
             n_expert=384, n_used=8, n_heads=64, cell=LATENT, n_vocab=163840),
 )  # fmt: skip
