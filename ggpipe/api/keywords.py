@@ -240,8 +240,8 @@ class EngineOptions(RequestOptions, total=False):
     threads_batch_draft: int
     """Number of threads for the draft model's prompts (-1 = same as `threads_draft`). Default: -1."""
     draft_window: int
-    """Number of tokens of a request that draft models see: the latest ones (0 = all). Less takes less memory, and less
-    time in long contexts. Draft heads and MTP layers see all. Default: 8192."""
+    """Number of tokens of a request that draft models see: the latest ones (0 = all). With fewer, they take less memory
+    and, in long contexts, less time. Draft heads and MTP layers see all. Default: 8192."""
     rope_scaling: Literal["none", "linear", "yarn"]
     """RoPE scaling: none, linear or yarn. Default: the model's own."""
     rope_scale: float

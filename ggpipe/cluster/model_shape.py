@@ -144,14 +144,19 @@ class ModelShape:
         return own
 
     def with_window(self, window: int, n_requests: int) -> ModelShape:
-        """The shape of a draft model that sees `window` tokens of each of `n_requests` requests; 0: all."""
-        if not window or self.taps or self.is_recurrent:
+        """The shape of a draft model that sees `window` tokens of each of `n_requests` requests; 0: all. One that has a
+        window keeps it."""
+        if not window or self.most_ctx or self.taps or self.is_recurrent:
             return self
         return replace(self, most_ctx=draft_cells(MAX_TOKENS, window, n_requests))
 
     def cell_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of a token's KV cache in layers [a, b)."""
         return sum(self.layer_cell_bytes[slice(*layers)])
+
+    def never_long(self) -> ModelShape:
+        """The shape of a model that never expands latent vectors, as in exact runs."""
+        return replace(self, layer_attention=tuple(attention.never_long() for attention in self.layer_attention))
 
     def attention(self, layers: tuple[int, int]) -> tuple[Attention, ...]:
         """Floating-point operations of attention in layers [a, b)."""

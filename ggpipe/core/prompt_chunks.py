@@ -10,7 +10,7 @@ is counted in the time that a stage takes for one more row of a long run:
     read, of a mixture:           _READ_ROWS * (sparsity * (1 - (1 - 1 / sparsity) ** n) - 1), as each row has experts
                                   of its own
 
-and its attention (`row_work`), which takes the longer the more tokens come before: the last chunk is the dearest. Only
+and its attention (`row_work`), which takes longer, the more tokens come before: the last chunk is the dearest. Only
 long chunks can share the expansion of latent vectors.
 
 It takes the chunk length whose makespan is shortest. That depends on the lengths of the prompt and of what is kept of
@@ -76,8 +76,8 @@ def _makespan(n_tokens: int, n_stages: int, length: int, work: RowWork, n_past: 
     longest = _run(n_longest, work.sparsity)
     weights = n_whole * longest + (_run(n_rest, work.sparsity) if n_rest else 0.0)
     n_before = n_past + max(n_whole - 1, 0) * length
-    dearest = longest + sum(attention.of_run(n_longest, n_before) for attention in work.attention)
-    attention = sum(attention.of_prompt(n_tokens, n_past, length) for attention in work.attention)
+    dearest = longest + sum(part.of_run(n_longest, n_before) for part in work.attention)
+    attention = sum(part.of_prompt(n_tokens, n_past, length) for part in work.attention)
     return weights + attention + (n_stages - 1) * dearest
 
 

@@ -106,7 +106,7 @@ class Limits:
     sharing: tuple[int, ...] = ()
     """Ids of drafters that are sent the draft tokens of others: draft models, as far as they read no states."""
     work: RowWork = ONLY_WEIGHTS
-    """The model's."""
+    """The work of the model's rows."""
 
     @property
     def shares_machine(self) -> bool:

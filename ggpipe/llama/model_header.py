@@ -42,8 +42,8 @@ _SLIDING_PERIODS = {
     "plamo3": 8,
     "smallthinker": -4,
 }
-"""Of this many layers one has no sliding window: the last, or the first if the number is negative (libllama's
-load_swa_pattern). Files may have a number of their own, or say it for each layer."""
+"""One of this many layers has no sliding window: the last, or the first if the number is negative (libllama's
+load_swa_pattern). Files may have a number of their own, or a value for each layer."""
 _MASK_BYTES = 2
 _POOLINGS = ("none", "mean", "cls", "last", "rank")  # by libllama's numbers
 _NOT_CAUSAL = ("gemma-embedding",)
@@ -127,11 +127,11 @@ class ModelHeader:
         n_head = self.per_layer("attention.head_count", 0)[layer]
         k, v = self._head_size("key", layer), self._head_size("value", layer)
         attention = Attention(cell=2 * n_head * (k + v), most_cells=self._most_cells(layer), index=self._index(layer))
-        if not self._is_latent or attention.most_cells:  # sparse attention never expands them
+        if not self._is_latent or attention.most_cells:  # sparse attention never expands latent vectors
             return attention
         own_k, own_v = self.number("attention.key_length_mla"), self.number("attention.value_length_mla")
         n_expanded = own_k - self.number("rope.dimension_count") + own_v
-        return replace(attention, long_cell=2 * n_head * (own_k + own_v), expansion=2 * n_head * n_expanded * max(v, 1))
+        return replace(attention, long_cell=2 * n_head * (own_k + own_v), expansion=2 * n_head * n_expanded * v)
 
     def _most_cells(self, layer: int) -> int:
         """Cells that a token sees in a layer; 0: all."""
@@ -152,8 +152,10 @@ class ModelHeader:
         pattern = self._metadata.get(f"{self._prefix}.attention.sliding_window_pattern")
         if isinstance(pattern, tuple):
             return layer < len(pattern) and bool(pattern[layer])
-        period = _SLIDING_PERIODS.get(self._prefix, 1)
-        n = pattern if isinstance(pattern, int) and pattern > 0 and abs(period) > 1 else abs(period)
+        if self._prefix not in _SLIDING_PERIODS:
+            return False
+        period = _SLIDING_PERIODS[self._prefix]
+        n = pattern if isinstance(pattern, int) and pattern > 0 else abs(period)
         return layer % n != (0 if period < 0 else n - 1)
 
     def expert_bytes(self, layer: int) -> int:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ggpipe.cluster.memory import Memory
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.errors import UsageError
@@ -14,7 +15,7 @@ from ggpipe.planning.planner import PlanRequest
 from ggpipe.sim.simulation_spec import SimulationSpec
 
 _SOONER = 0.95
-"""Times the TTFT so far: longer runs, which take more memory, have to be that much better."""
+"""Longer runs take more memory: they have to reduce the TTFT to this share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class LongerRuns:
     """Mean time to the first token of a single request."""
     usual_s: float
     """The same without them."""
+    memory: tuple[Memory, ...]
+    """Memory that each rank then needs."""
 
 
 def longer_runs(
@@ -33,22 +36,7 @@ def longer_runs(
 ) -> LongerRuns | None:
     """The best length of runs for a plan's prompts, if it is more than that of the request. `drafts`: those that the
     plan uses."""
-    usual_s = _ttft_s(target, drafts, request, plan, request.sizes.n_ubatch)
-    best, n_ubatch = None, 2 * request.sizes.n_ubatch
-    while usual_s is not None and n_ubatch <= request.sizes.n_batch:
-        ttft_s = _ttft_s(target, drafts, request, plan, n_ubatch)
-        if ttft_s is None or ttft_s > _SOONER * (best.ttft_s if best is not None else usual_s):
-            break
-        best = LongerRuns(n_ubatch=n_ubatch, ttft_s=ttft_s, usual_s=usual_s)
-        n_ubatch *= 2
-    return best
-
-
-def _ttft_s(
-    target: ModelShape, drafts: Sequence[ModelShape], request: PlanRequest, plan: Plan, n_ubatch: int
-) -> float | None:
-    """None if the machines lack the memory for runs of this length."""
-    spec = SimulationSpec(
+    usual = SimulationSpec(
         cluster=plan.cluster,
         placement=replace(plan.placement, streamed_bytes=()),
         target=target,
@@ -56,8 +44,22 @@ def _ttft_s(
         speculation=SpeculationConfig(mode="iterative"),
         tokens=request.tokens,
         n_predict=1,
-        sizes=replace(request.sizes, n_ubatch=n_ubatch),
+        sizes=request.sizes,
     )
+    usual_s = _ttft_s(usual)
+    best, n_ubatch = None, 2 * request.sizes.n_ubatch
+    while usual_s is not None and n_ubatch <= request.sizes.n_batch:
+        longer = replace(usual, sizes=replace(request.sizes, n_ubatch=n_ubatch))
+        ttft_s = _ttft_s(longer)
+        if ttft_s is None or ttft_s > _SOONER * (best.ttft_s if best is not None else usual_s):
+            break
+        best = LongerRuns(n_ubatch=n_ubatch, ttft_s=ttft_s, usual_s=usual_s, memory=tuple(longer.memory()))
+        n_ubatch *= 2
+    return best
+
+
+def _ttft_s(spec: SimulationSpec) -> float | None:
+    """None if the machines lack the memory for runs of this length."""
     try:
         served = spec.serve("iterative")
     except UsageError:

@@ -122,7 +122,7 @@ class SimulationSpec:
         if self.placement.streamed_bytes:
             return  # by a plan, which has looked at the memory
         needed_bytes = Counter[int]()
-        for node, memory in zip(self.placement.node_of, self._memory(), strict=True):
+        for node, memory in zip(self.placement.node_of, self.memory(), strict=True):
             needed_bytes[node] += math.ceil(memory.total)
         for number, own in enumerate(self.cluster.nodes):
             if needed_bytes[number] > own.memory_bytes:
@@ -142,7 +142,7 @@ class SimulationSpec:
         """See `VirtualPlacement`."""
         if self.placement.streamed_bytes or not any(node.disk_bytes_per_s for node in self.cluster.nodes):
             return self.placement.streamed_bytes
-        found = tuple(memory.streamed for memory in self._memory())
+        found = tuple(memory.streamed for memory in self.memory())
         return found if any(found) else ()
 
     @property
@@ -150,7 +150,7 @@ class SimulationSpec:
         """Tokens of the longest prompt with its output."""
         return max(_n_tokens(asked.tokens) for asked in self._asked())
 
-    def _memory(self) -> list[Memory]:
+    def memory(self) -> list[Memory]:
         """Memory of each rank. Those of nodes without enough stream weights, if the speed of their disks is known."""
         placement, nodes = self.placement, self.cluster.nodes
         at_a_time = self.traffic.at_a_time if self.traffic is not None else 1

@@ -69,7 +69,7 @@ class PipelineSpec:
     groups: Mapping[int, GroupCost] = field(default_factory=dict)
     """What a group adds to the time of its slowest part, by part 0's rank."""
     work: RowWork = ONLY_WEIGHTS
-    """The model's."""
+    """The work of the model's rows."""
     rolls_back: bool = True
     """See `Limits`."""
     drafter: str = "draft"

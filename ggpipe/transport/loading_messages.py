@@ -27,7 +27,7 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     architecture: str
     n_layer: int
     work: RowWork
-    """The model's."""
+    """The work of the model's rows."""
     ggpipe: str
     """The version of ggpipe."""
     libllama: str

@@ -175,7 +175,7 @@ def main() -> None:
     args = parser.parse_args()
     start()
     if args.prompt:
-        print(f"seconds until the first token after {args.prompt}, two stages of one thread each, {args.rounds} rounds")
+        print(f"prompt of {args.prompt} tokens, two stages of one thread: TTFT in seconds, {args.rounds} rounds")
         print("model         -ub   median  [all]")
     else:
         print(

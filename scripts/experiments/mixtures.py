@@ -172,7 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("models", nargs="*", help="default: all")
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS), help="default: all")
-    parser.add_argument("--effort", type=float, default=0.2, help="of the planner, relative to that of `ggpipe plan`")
+    parser.add_argument("--effort", type=float, default=0.5, help="of the planner, relative to that of `ggpipe plan`")
     args = parser.parse_args()
     known = {model.name: model for model in MODELS}
     if unknown := [name for name in args.models if name not in known]:

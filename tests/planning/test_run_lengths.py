@@ -33,6 +33,7 @@ def test_runs_as_long_as_they_pay() -> None:
     assert longer is not None
     assert longer.n_ubatch in (1024, 2048)
     assert longer.ttft_s < 0.95 * longer.usual_s
+    assert longer.memory[0].compute > LATENT.row_bytes * longer.n_ubatch, "the buffers of these runs"
 
 
 @pytest.mark.parametrize(("target", "n_prompt"), [(TARGET, 4000), (LATENT, 500)])
@@ -56,3 +57,9 @@ def test_the_command_asks_for_them() -> None:
     (reason,) = [line for line in done.stdout.splitlines() if line.startswith("-ub 2048 computes more of a prompt")]
     assert " instead of " in reason
     assert "-ub 2048" not in ggpipe(*words, "-ub", 256).stdout
+
+
+def test_exact_runs_expand_nothing() -> None:
+    assert found(LATENT.never_long()) is None
+    words = ("plan", "deepseek-v3-xeons", "--prompt-tokens", 16000, "-c", 20000, "--mode", "iterative", "--exact")
+    assert "-ub 2048" not in ggpipe(*words).stdout

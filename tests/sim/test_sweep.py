@@ -254,7 +254,7 @@ def test_memory_for_all_requests_at_a_time() -> None:
     """The context is as large as all requests together need, unless it is given."""
     alone = setup()
     many = replace(alone, traffic=Traffic(users=200))
-    assert sum(own.total for own in many._memory()) > sum(own.total for own in alone._memory())
+    assert sum(own.total for own in many.memory()) > sum(own.total for own in alone.memory())
     many.check()
     with pytest.raises(UsageError, match="a context of 10 tokens cannot hold"):
         replace(many, sizes=replace(many.sizes, n_ctx=10)).check()

@@ -39,7 +39,7 @@ from ggpipe.planning.candidates import Constraints
 from ggpipe.planning.drafters import DrafterCandidate, DrafterPlan, plan_drafters
 from ggpipe.planning.evaluate import tokens_of_users
 from ggpipe.planning.planner import PlanRequest
-from ggpipe.planning.run_lengths import longer_runs
+from ggpipe.planning.run_lengths import LongerRuns, longer_runs
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.limits import Sizes
 
@@ -90,6 +90,8 @@ class _Request:
     def show(self, spec: ClusterSpec, hosts: list[str]) -> None:
         """Plan, and print the plan. `hosts`: machines of the cluster's ranks, as named in the hostfile."""
         target, candidates = self._models(spec)
+        if self.context.exact or not self.context.uses_fast_kernels:
+            target = target.never_long()
         n_ctx = self.context.n_ctx or (0 if target.n_ctx else _N_CTX)
         users = self.settings.users
         if users is not None and (needed := tokens_of_users(users, self.text)) > (n_ctx or target.n_ctx):
@@ -118,8 +120,10 @@ class _Request:
         if not self.options.is_given("n_ubatch"):
             longer = longer_runs(target, [own.shape for own in made.used], request, made.plan)
         if longer is not None:
-            self.context = replace(self.context, n_ubatch=longer.n_ubatch)
-        command = self._command(n_ctx, hosts, made)
+            both = zip(made.plan.ranks, longer.memory, strict=True)
+            ranks = tuple(replace(rank, memory=memory) for rank, memory in both)
+            made = replace(made, plan=replace(made.plan, ranks=ranks))
+        command = self._command(n_ctx, hosts, made, longer)
         print_plan(spec, target, candidates, self.text, made, command, longer)
         if self.settings.json is not None:
             write_plan(self.settings.json, spec, made, command)
@@ -154,8 +158,10 @@ class _Request:
             for shape, share in zip(shapes, shares, strict=True)
         ]
 
-    def _command(self, n_ctx: int, hosts: list[str], made: DrafterPlan) -> GenerateCommand:
+    def _command(self, n_ctx: int, hosts: list[str], made: DrafterPlan, longer: LongerRuns | None) -> GenerateCommand:
         context, default = self.context, ContextConfig()
+        if longer is not None:
+            context = replace(context, n_ubatch=longer.n_ubatch)
         extras: list[str] = ["-c", str(n_ctx)] if n_ctx else []
         extras += ["--exact"] if context.exact else []
         if context.fast_kernels is not None:

@@ -8,10 +8,10 @@ the target's: the branch with the token is kept, including its KV cells. A token
 
 The cells of ended requests are kept for prompts that begin in the same way (`prefix_cache`).
 
-With a window, the draft model sees only the latest tokens of a long text: it would take longer for a token, the longer
-the text is, while the tokens that come next rarely depend on what was long ago. Of the prompt it reads the end. Where
-that begins moves in steps, so that the next message of a conversation usually finds it in the prefix cache. Positions
-count from there. Output that no longer fits is hidden, the oldest first: its cells are freed.
+With a window, the draft model sees only the latest tokens of a long text. Otherwise each token would take longer, the
+longer the text, although the next tokens rarely depend on distant ones. It reads the end of the prompt, and positions
+count from there. The place where it begins moves in steps, so that the next message of a conversation usually finds it
+in the prefix cache. Output that no longer fits is hidden, the oldest first: its cells are freed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ggpipe.core.run_cost import RunCost, most_per_second
 from ggpipe.core.tree import Node
 
 _STEPS = 4
-"""In a window: of these, the prompt has more than one and at most two."""
+"""Parts of a window: a draft model reads more than one and at most two of a long prompt."""
 _SHORTEST_ATTEMPT_S = 1e-3  # before any run of draft tokens has shown how long one takes
 _MIN_CANDIDATES = 4  # of each answer; some more than become draft tokens, for whoever records what the draft proposed
 _BEST_FIRST_CANDIDATES = 8  # of each answer, for trees that grow best-first
@@ -178,8 +178,9 @@ class DraftModel:
             part.owner.add_candidates(part.nodes)
             if part.n_prompt_rows and part.request in self._requests:
                 computed = self._computed(part.owner)
-                most = len(part.owner.begin.prompt) if self._window else len(computed)
-                self._prefixes.grow(part.owner.prefix, computed[:most])
+                # Cells of output that others share could not be freed.
+                shared = computed[: len(part.owner.begin.prompt)] if self._window else computed
+                self._prefixes.grow(part.owner.prefix, shared)
 
     def _settle(self, state: DraftState, now: float, actions: list[DraftAction]) -> None:
         """Send the draft tokens. If no more can follow without a message from the head, say so, or try again soon with
@@ -234,7 +235,7 @@ class DraftModel:
         if not state.begin.cache_prompt:
             return ()
         n = self._in_flight.computed(state, state.n_decoded)
-        return state.tokens[: min(n, state.hidden_from) if state.n_hidden else n]
+        return state.tokens[: min(n, len(state.begin.prompt)) if state.n_hidden else n]
 
     def _decode(self, now: float, actions: list[DraftAction]) -> None:
         """Submit text first, in chunks; then the tips of all requests in one run."""

@@ -74,10 +74,8 @@ class DraftState:
     """When to try again with lower thresholds."""
     n_cached: int = 0
     """Tokens of the prompt that the prefix cache had."""
-    hidden_from: int = 0
-    """Position of the first hidden token of the text."""
     n_hidden: int = 0
-    """Tokens of the text that have no cells any more."""
+    """Tokens right after the prompt that have no cells any more."""
     is_saved: bool = False
     """Whether its `Save` is or was in the pipeline."""
     tree: Tree = field(init=False)
@@ -142,10 +140,8 @@ class DraftState:
         return self.n_decoded - self.n_hidden + self.tree.n_submitted - self.prefix.n_tokens
 
     def hide(self) -> None:
-        """Hide the older half of the text that follows the prompt and is seen."""
-        if not self.n_hidden:
-            self.hidden_from = len(self.begin.prompt)
-        first = self.hidden_from + self.n_hidden
+        """Hide the older half of the output that is not hidden yet."""
+        first = len(self.begin.prompt) + self.n_hidden
         n = max(self.n_decoded - first, 0) // 2
         if n:
             self.tree.hide(first, first + n)

@@ -312,7 +312,7 @@ def _longer_line(longer: LongerRuns | None) -> list[str]:
     return [
         "",
         f"-ub {longer.n_ubatch} computes more of a prompt at once: first token of a single request after "
-        f"{human_seconds(longer.ttft_s)} instead of {human_seconds(longer.usual_s)}, for more memory",
+        f"{human_seconds(longer.ttft_s)} instead of {human_seconds(longer.usual_s)}; this takes more memory",
     ]
 
 
