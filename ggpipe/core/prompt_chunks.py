@@ -10,7 +10,7 @@ is counted in the time that a stage takes for one more row of a long run:
     read, of a mixture:           _READ_ROWS * (sparsity * (1 - (1 - 1 / sparsity) ** n) - 1), as each row has experts
                                   of its own
 
-and its attention (`row_work`), which takes longer, the more tokens come before: the last chunk is the dearest. Only
+and its attention (`row_work`), which takes longer, the more tokens come before: the last chunks are the dearest. Only
 long chunks can share the expansion of latent vectors.
 
 It takes the chunk length whose makespan is shortest. That depends on the lengths of the prompt and of what is kept of
@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from ggpipe.core.row_work import ONLY_WEIGHTS, RowWork
+from ggpipe.core.row_work import LONG_ROWS, ONLY_WEIGHTS, RowWork
 
 TILE = 4
 """Rows that llama.cpp's matrix kernels take together: 7 rows take longer than 8."""
@@ -71,13 +71,19 @@ def _lengths(n_tokens: int, most: int) -> Iterator[int]:
 
 def _makespan(n_tokens: int, n_stages: int, length: int, work: RowWork, n_past: int) -> float:
     """When the last of equal stages is through with a prompt in chunks of this length."""
+
+    def chunk(start: int) -> float:
+        n = min(length, n_tokens - start)
+        return _run(n, work.sparsity) + sum(part.of_run(n, n_past + start) for part in work.attention)
+
+    if length >= LONG_ROWS:
+        times = [chunk(start) for start in range(0, n_tokens, length)]
+        return sum(times) + (n_stages - 1) * max(times, default=0.0)
     n_whole, n_rest = divmod(n_tokens, length)
-    n_longest = min(length, n_tokens)
-    longest = _run(n_longest, work.sparsity)
-    weights = n_whole * longest + (_run(n_rest, work.sparsity) if n_rest else 0.0)
-    n_before = n_past + max(n_whole - 1, 0) * length
-    dearest = longest + sum(part.of_run(n_longest, n_before) for part in work.attention)
-    attention = sum(part.of_prompt(n_tokens, n_past, length) for part in work.attention)
+    weights = n_whole * _run(length, work.sparsity) + (_run(n_rest, work.sparsity) if n_rest else 0.0)
+    attention = sum(part.in_short_runs(n_tokens, n_past) for part in work.attention)
+    last = n_whole * length
+    dearest = max(chunk(last - length) if n_whole else 0.0, chunk(last) if n_rest else 0.0)
     return weights + attention + (n_stages - 1) * dearest
 
 

@@ -27,19 +27,16 @@ class Attention:
 
     def of_run(self, n_rows: int, n_past: float) -> float:
         """Work for `n_rows` tokens after `n_past` tokens."""
-        short = self._in_short_runs(n_rows, n_past)
+        short = self.in_short_runs(n_rows, n_past)
         n_cells = n_past + n_rows
         if not self.long_cell or n_rows < LONG_ROWS or n_cells < LONG_CELLS:
             return short
         pairs = self._seen(n_rows, n_past)
         return min(short, short + pairs * (self.long_cell - self.cell) + n_cells * self.expansion)
 
-    def of_prompt(self, n_tokens: int, n_past: float, chunk_rows: int) -> float:
-        """Work for a prompt's `n_tokens` tokens after `n_past` others, in runs of `chunk_rows`."""
-        if not self.long_cell or chunk_rows < LONG_ROWS:
-            return self._in_short_runs(n_tokens, n_past)
-        starts = range(0, n_tokens, chunk_rows)
-        return sum(self.of_run(min(chunk_rows, n_tokens - start), n_past + start) for start in starts)
+    def in_short_runs(self, n_tokens: int, n_past: float) -> float:
+        """Work for these tokens in any number of runs that are not long."""
+        return self.cell * self._seen(n_tokens, n_past) + self.index * _pairs(n_tokens, n_past)
 
     def never_long(self) -> Attention:
         """The same where long runs are computed as short ones."""
@@ -54,9 +51,6 @@ class Attention:
             long_cell=self.long_cell * factor,
             expansion=self.expansion * factor,
         )
-
-    def _in_short_runs(self, n_rows: int, n_past: float) -> float:
-        return self.cell * self._seen(n_rows, n_past) + self.index * _pairs(n_rows, n_past)
 
     def _seen(self, n_rows: int, n_past: float) -> float:
         """Pairs of a row and a cell that it sees."""

@@ -116,11 +116,10 @@ def test_the_shortest_makespan_is_found(
         for length in lengths_of_any(n_tokens, n_rows):
             times.append(2 + length + attention.of_run(length, at))
             at += length
-        dearest = max(times[-2:-1] or times)
-        return sum(times) + (n_stages - 1) * max(dearest, times[0])
+        return sum(times) + (n_stages - 1) * max(times)
 
     found = makespan(chunk_rows(n_tokens, n_stages, 512, work, n_past))
-    assert found <= 1.02 * min(makespan(n_rows) for n_rows in (4, 8, 16, 32, 64, 128, 256, 512))
+    assert found <= 1.001 * min(makespan(n_rows) for n_rows in (4, 8, 16, 32, 64, 128, 256, 512))
 
 
 @pytest.mark.parametrize("n_stages", [2, 3, 4, 8, 16])

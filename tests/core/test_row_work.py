@@ -26,11 +26,11 @@ def test_each_row_sees_the_cells_before_it_and_its_own(attention: Attention, n_r
     assert attention.never_long().of_run(n_rows, n_past) == pytest.approx(expected)
 
 
-@given(ATTENTION, st.integers(1, 2000), st.integers(0, 2000), st.integers(1, 600))
-def test_a_prompt_is_its_runs(attention: Attention, n_tokens: int, n_past: int, n_rows: int) -> None:
+@given(ATTENTION, st.integers(1, 2000), st.integers(0, 2000), st.integers(1, LONG_ROWS - 1))
+def test_a_prompt_is_its_short_runs(attention: Attention, n_tokens: int, n_past: int, n_rows: int) -> None:
     runs = [(at, min(n_rows, n_tokens - at)) for at in range(0, n_tokens, n_rows)]
     expected = sum(attention.of_run(n, n_past + at) for at, n in runs)
-    assert attention.of_prompt(n_tokens, n_past, n_rows) == pytest.approx(expected)
+    assert attention.in_short_runs(n_tokens, n_past) == pytest.approx(expected)
 
 
 @given(ATTENTION, st.integers(1, 600), st.integers(0, 2000))
