@@ -54,6 +54,12 @@ def sum_experts(*, experts: Sequence[float], weights: Sequence[float], n_used: i
     own kernel). For tests.
     """
 
+def normalize(*, rows: Sequence[float], width: int, stride: int, weights: Sequence[float] = [], is_l2: bool = False, n_threads: int = 1, fast: bool = True) -> list[float]:
+    """
+    Root mean square norms, or L2 norms, of the first `width` of each `stride` numbers, times weights (width) if there are any, as
+    a stage computes them (fast: with our own kernel). For tests. Raises RuntimeError.
+    """
+
 def time_attention(*, width: int, n_heads: tuple[int, int], n_rows: int, n_cells: int, type: int, n_threads: int, n_rounds: int) -> list[tuple[float, float]]:
     """
     Seconds of one flash attention in each round, with ggml's kernel and with our own. n_heads: of queries, and of keys and

@@ -86,6 +86,10 @@ NB_MODULE(_native, m) {
     m.def("sum_experts", sum_experts, nb::kw_only(), "experts"_a, "weights"_a, "n_used"_a, "n_threads"_a = 1, "fast"_a = true, released,
           "Results of experts (tokens, experts, columns), weighted by (tokens, experts) and added up as a stage does it (fast: with our\n"
           "own kernel). For tests.");
+    m.def("normalize", normalize, nb::kw_only(), "rows"_a, "width"_a, "stride"_a, "weights"_a = std::vector<float>(), "is_l2"_a = false,
+          "n_threads"_a = 1, "fast"_a = true, released,
+          "Root mean square norms, or L2 norms, of the first `width` of each `stride` numbers, times weights (width) if there are any, as\n"
+          "a stage computes them (fast: with our own kernel). For tests. Raises RuntimeError.");
     m.def("time_attention", [](int64_t width, std::pair<int64_t, int64_t> n_heads, int64_t n_rows, int64_t n_cells, int type, int n_threads, int n_rounds) {
         return time_attention({width, width, n_heads.first, n_heads.second, n_rows, n_cells, ggml_type(type), ggml_type(type), false, 0, 0},
                               n_threads, n_rounds);

@@ -8,16 +8,22 @@
 #include <stdexcept>
 #include <vector>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include "cpu.h"
 #include "fast.h"
 #include "ggml-alloc.h"
 #include "stage.h"
+#include "vectors.h"
 
 namespace ggpipe {
 
 namespace {
 constexpr int64_t kColumns = 64;
 
-void weigh(const float * experts, int64_t stride, const float * weights, int64_t n_used, int64_t n, float * to) {
+void weigh_some(const float * experts, int64_t stride, const float * weights, int64_t n_used, int64_t n, float * to) {
     float sums[kColumns];
     for (int64_t i = 0; i < n; i++) sums[i] = experts[i] * weights[0];
     for (int64_t expert = 1; expert < n_used; expert++) {
@@ -28,9 +34,29 @@ void weigh(const float * experts, int64_t stride, const float * weights, int64_t
     std::copy_n(sums, n, to);
 }
 
-bool overlap(const ggml_tensor * a, const ggml_tensor * b) {
-    const char * const x = (const char *) a->data, * const y = (const char *) b->data;
-    return x < y + ggml_nbytes(b) && y < x + ggml_nbytes(a);
+#ifdef __x86_64__
+__attribute__((target("avx2"))) void weigh_with_vectors(const float * experts, int64_t stride, const float * weights, int64_t n_used, float * to) {
+    using F = Floats<8>;
+    constexpr int kVectors = kColumns / 8;
+    F sums[kVectors]{};
+    for (int64_t expert = 0; expert < n_used; expert++) {
+        const float * x = experts + expert * stride;
+        const F weight = _mm256_set1_ps(weights[expert]);
+        GGPIPE_UNROLLED(i, kVectors) {
+            const F weighted = _mm256_loadu_ps(x + 8 * i) * weight;
+            sums[i] = expert ? sums[i] + weighted : weighted;
+        }
+    }
+    GGPIPE_UNROLLED(i, kVectors) _mm256_storeu_ps(to + 8 * i, sums[i]);
+}
+const bool has_vectors = cpu_features().avx2;
+#endif
+
+void weigh(const float * experts, int64_t stride, const float * weights, int64_t n_used, int64_t n, float * to) {
+#ifdef __x86_64__
+    if (has_vectors && n == kColumns) return weigh_with_vectors(experts, stride, weights, n_used, to);
+#endif
+    weigh_some(experts, stride, weights, n_used, n, to);
 }
 
 // (columns, experts, tokens) times (1, experts, tokens)
@@ -71,13 +97,7 @@ void copy_expert_weights(ggml_tensor * product, int thread, int, void * graph) {
 // Products with experts' weights, each followed by nothing but additions of its results, in the experts' order. Nothing else reads
 // what these write on the way.
 void FastGraph::find_sums(ggml_cgraph * graph) {
-    std::map<const ggml_tensor *, int64_t> n_reads;
-    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
-        const ggml_tensor * node = ggml_graph_node(graph, i);
-        for (const ggml_tensor * source : node->src) {
-            if (source && !is_view(node)) n_reads[source->view_src ? source->view_src : source]++;
-        }
-    }
+    std::map<const ggml_tensor *, int64_t> n_reads = reads_in(graph);
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         const ggml_tensor * product = ggml_graph_node(graph, i);
         if (!weighs_experts(product)) continue;
@@ -106,7 +126,7 @@ void FastGraph::find_sums(ggml_cgraph * graph) {
             weights.resize(std::max<size_t>(weights.size(), ggml_nelements(product->src[1])));
             parts.erase(parts.begin());
         }
-        in_sums.insert(parts.begin(), parts.end());
+        folded.insert(parts.begin(), parts.end());
     }
 }
 

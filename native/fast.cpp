@@ -22,8 +22,6 @@
 
 namespace ggpipe {
 
-namespace {
-struct Params { int32_t numbers[GGML_MAX_OP_PARAMS / sizeof(int32_t)]; };
 Params params_of(ggml_custom_op_t compute, void * state) {
     alignas(16) char memory[1024];  // of a tensor without data
     ggml_context * ctx = ggml_init({sizeof memory, memory, /*no_alloc*/ true});
@@ -34,6 +32,29 @@ Params params_of(ggml_custom_op_t compute, void * state) {
     return params;
 }
 
+void become_custom(ggml_tensor * node, const Params & params) {
+    memcpy(node->op_params + kOwnParams, node->op_params, kOwnParams * sizeof(int32_t));
+    memcpy(node->op_params, &params, kOwnParams * sizeof(int32_t));
+    node->op = GGML_OP_CUSTOM;
+}
+
+std::map<const ggml_tensor *, int64_t> reads_in(ggml_cgraph * graph) {
+    std::map<const ggml_tensor *, int64_t> n_reads;
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        for (const ggml_tensor * source : node->src) {
+            if (source && !is_view(node)) n_reads[source->view_src ? source->view_src : source]++;
+        }
+    }
+    return n_reads;
+}
+
+bool overlap(const ggml_tensor * a, const ggml_tensor * b) {
+    const char * const x = (const char *) a->data, * const y = (const char *) b->data;
+    return x < y + ggml_nbytes(b) && y < x + ggml_nbytes(a);
+}
+
+namespace {
 // How a graph is computed. Nodes become custom operations, or none, only as long as that takes.
 class Computation {
    public:
@@ -41,6 +62,7 @@ class Computation {
     Computation(ggml_cgraph * graph, int n_threads, bool with_latent, std::deque<QuantizedMemory> & memories) : fast_(memories) {
         fast_.find_states(graph);
         fast_.find_sums(graph);
+        fast_.find_norms(graph);
         if (with_latent) fast_.find_latent(graph);
         steps_ = steps_of(graph, n_threads, fast_);
         for (const Step & step : steps_) {
@@ -49,10 +71,10 @@ class Computation {
                 add(own.node);
                 if (own.compute == compute_product) products.push_back(own.node);
             }
-            for (ggml_tensor * node : step.small) add(node);
+            for (const Step::Own & small : step.small) add(small.node);
             fast_.add(products);
         }
-        for (const ggml_tensor * node : fast_.in_sums) add(const_cast<ggml_tensor *>(node));
+        for (const ggml_tensor * node : fast_.folded) add(const_cast<ggml_tensor *>(node));
         for (int i = 0; i < ggml_graph_n_nodes(graph); i++) n_operations += computes(ggml_graph_node(graph, i));
         n_waits = n_operations - before_.size() + steps_.size();
     }
@@ -130,7 +152,7 @@ ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph
     if (ggml_custom_op_t latent = graph.latent_operation(node)) return latent;
     if (is_product(node)) return compute_product;
     if (can_attend(node)) return compute_attention;
-    for (ggml_custom_op_t own : {indexer_operation(node), elementwise_operation(node)}) {
+    for (ggml_custom_op_t own : {norm_operation(node, graph), indexer_operation(node), elementwise_operation(node)}) {
         if (own) return own;
     }
     return recurrent_operation(node, graph);

@@ -18,6 +18,10 @@ namespace ggpipe {
 // What a node was is kept after the parameters of a custom operation.
 constexpr int kOwnParams = GGML_MAX_OP_PARAMS / sizeof(int32_t) / 2;
 
+struct Params { int32_t numbers[GGML_MAX_OP_PARAMS / sizeof(int32_t)]; };
+Params params_of(ggml_custom_op_t compute, void * state);  // of a custom operation
+void become_custom(ggml_tensor * node, const Params & params);
+
 // Memory for quantized activations; see products.cpp.
 struct QuantizedMemory {
     std::vector<int8_t> numbers;
@@ -60,13 +64,16 @@ struct FastGraph {
     };
     std::map<const ggml_tensor *, Latent> latent;  // by each of their nodes
     std::map<const ggml_tensor *, const ggml_tensor *> sums;  // of experts: the last addition, and the product with their weights
-    std::set<const ggml_tensor *> in_sums, copied_weights;    // other nodes of these; products whose weights go to `weights`
+    std::set<const ggml_tensor *> copied_weights;             // products whose weights go to `weights`
     std::vector<float> weights;
+    std::set<const ggml_tensor *> weighted_norms;  // products of a norm with weights, which compute the norm as well
+    std::set<const ggml_tensor *> folded;          // what other nodes compute along with themselves
 
     void add(const std::vector<ggml_tensor *> & products_of_step);
     void begin();  // before each time that the graph is computed
     void find_states(ggml_cgraph * graph);
-    void find_sums(ggml_cgraph * graph);
+    void find_sums(ggml_cgraph * graph);   // see experts.cpp
+    void find_norms(ggml_cgraph * graph);  // see norms.cpp
     void find_latent(ggml_cgraph * graph);  // see latent.cpp
     bool latent_pays() const;               // if there are any
     ggml_custom_op_t latent_operation(const ggml_tensor * node) const;
@@ -95,6 +102,15 @@ ggml_custom_op_t own_operation(const ggml_tensor * node, const FastGraph & graph
 void compute_expert_sum(ggml_tensor * node, int thread, int n_threads, void * state);
 void copy_expert_weights(ggml_tensor * product, int thread, int n_threads, void * state);
 
+// The function that computes the norm of each row; see norms.cpp. nullptr: ggml does.
+ggml_custom_op_t norm_operation(const ggml_tensor * node, const FastGraph & graph);
+
+// How often nodes read the memory of each tensor.
+std::map<const ggml_tensor *, int64_t> reads_in(ggml_cgraph * graph);
+
+// Whether two tensors have memory in common.
+bool overlap(const ggml_tensor * a, const ggml_tensor * b);
+
 // Products with quantized weights; see products.cpp.
 bool is_product(const ggml_tensor * node);
 bool multiplies_repacked(ggml_type type);  // of weights that ggml has repacked
@@ -122,6 +138,11 @@ std::vector<float> multiply(const Product & product, int n_threads, bool repack,
 // for tests. Throws std::runtime_error.
 std::vector<float> sum_experts(
     const std::vector<float> & experts, const std::vector<float> & weights, int64_t n_used, int n_threads, bool fast);
+
+// The norms of the first `width` of each `stride` numbers, times weights if there are any, as a stage computes them, for tests. Throws
+// std::runtime_error.
+std::vector<float> normalize(const std::vector<float> & rows, int64_t width, int64_t stride, const std::vector<float> & weights, bool is_l2,
+                             int n_threads, bool fast);
 
 // One indexer alone, as a stage computes it, for tests.
 struct IndexerShape { int64_t width, n_heads, n_rows, n_cells, n_selected; ggml_type key_type; };

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 
 #include "kernels.h"
 #include "quads.h"
@@ -29,9 +28,9 @@ GGPIPE_AVX2 GGPIPE_INLINE inline float highest_of(const float * x, int n) {
     F highest = _mm256_setzero_ps();
     const F sign = _mm256_set1_ps(-0.0f);
     for (int i = 0; i < n; i += kLanes) highest = _mm256_max_ps(highest, _mm256_andnot_ps(sign, _mm256_loadu_ps(x + i)));
-    float lanes[kLanes];
-    memcpy(lanes, &highest, sizeof lanes);
-    return *std::max_element(lanes, lanes + kLanes);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(highest), _mm256_extractf128_ps(highest, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 // Rounds numbers of a unit, and returns their sum.
 GGPIPE_AVX2 GGPIPE_INLINE inline int32_t round_unit(const float * x, int n, float inverse, int8_t * to) {
@@ -42,9 +41,9 @@ GGPIPE_AVX2 GGPIPE_INLINE inline int32_t round_unit(const float * x, int n, floa
         const __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(integers), _mm256_extracti128_si256(integers, 1));
         _mm_storel_epi64((__m128i *) (to + i), _mm_packs_epi16(narrow, narrow));
     }
-    int32_t lanes[kLanes];
-    memcpy(lanes, &sums, sizeof lanes);
-    return std::accumulate(lanes, lanes + kLanes, 0);
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
 
 // Quantize one row of `a`.

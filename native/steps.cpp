@@ -36,6 +36,7 @@ class Uses {  // of memory, by some operations
         for (const ggml_tensor * source : (is_sum ? sum->second : node)->src) {
             if (source && !is_constant(source)) read_.emplace_back(source);
         }
+        if (fast.weighted_norms.count(node)) read_.emplace_back(node->src[0]->src[0]);
     }
     void add(const Uses & others) {
         written_.insert(written_.end(), others.written_.begin(), others.written_.end());
@@ -107,14 +108,15 @@ class Plan {  // of steps, in their order
     void add(ggml_tensor * node, ggml_custom_op_t own, int n_threads, const FastGraph & fast) {
         // which use memory that their sources do not tell
         const bool is_fence = fast.states.count(node) || node->op == GGML_OP_CUSTOM;
-        const bool is_small_one = !own && !is_fence && is_small(node, n_threads);
+        const bool is_norm = own && own == norm_operation(node, fast);
+        const bool is_small_one = (!own || is_norm) && !is_fence && is_small(node, n_threads);
         const bool can_join = is_small_one || ((own == compute_product || own == copy_expert_weights) && !is_fence);
         const Uses uses(node, fast);
         Entry & entry = can_join ? entry_for(uses, is_small_one) : entries_.emplace_back();
         if (!entry.step.place) entry.step.place = node;
         entry.is_open = can_join;
-        if (own) entry.step.own.push_back({node, own});
-        if (is_small_one) entry.step.small.push_back(node);
+        if (is_small_one) entry.step.small.push_back({node, own});
+        else if (own) entry.step.own.push_back({node, own});
         (is_small_one ? entry.small : entry.others).add(uses);
         if (is_fence) begin_ = entries_.size();
     }
@@ -122,7 +124,8 @@ class Plan {  // of steps, in their order
         std::vector<Step> steps;
         for (Entry & entry : entries_) {
             Step & step = entry.step;
-            if (step.own.empty() && step.small.size() < 2) continue;
+            const bool ours = !step.own.empty() || step.small.size() > 1 || (step.small.size() == 1 && step.small[0].compute);
+            if (!ours) continue;
             if (!step.small.empty()) step.one_thread = std::make_unique<OnOneThread>(step.small);
             steps.push_back(std::move(step));
         }
@@ -185,10 +188,14 @@ ggml_backend_t one_thread() {
 }
 }  // namespace
 
-OnOneThread::OnOneThread(const std::vector<ggml_tensor *> & nodes)
+OnOneThread::OnOneThread(const std::vector<Step::Own> & operations)
     : plan_(nullptr, [](void * p) { ggml_backend_graph_plan_free(one_thread(), p); }) {
-    copies_.reserve(nodes.size());
-    for (const ggml_tensor * node : nodes) nodes_.push_back(&copies_.emplace_back(*node));
+    copies_.reserve(operations.size());
+    for (const Step::Own & operation : operations) {
+        ggml_tensor & copy = copies_.emplace_back(*operation.node);
+        nodes_.push_back(&copy);
+        if (operation.compute) become_custom(&copy, params_of(operation.compute, nullptr));
+    }
     ggml_cgraph graph{};
     graph.size = graph.n_nodes = nodes_.size();
     graph.nodes = nodes_.data();
@@ -208,7 +215,7 @@ std::vector<Step> steps_of(ggml_cgraph * graph, int n_threads, const FastGraph &
     std::vector<Step> steps;
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
-        if (!computes(node) || fast.in_sums.count(node)) continue;
+        if (!computes(node) || fast.folded.count(node)) continue;
         const ggml_custom_op_t own = own_operation(node, fast);
         if (n_threads > 1) plan.add(node, own, n_threads, fast);
         else if (own) steps.push_back({node, {{node, own}}, {}});

@@ -16,10 +16,24 @@ namespace ggpipe {
 // Whether ggml would compute a node.
 bool computes(const ggml_tensor * node);
 
-// Operations of ggml's that one thread computes one after another.
+class OnOneThread;
+
+// The operations between two waits.
+struct Step {
+    struct Own {
+        ggml_tensor * node;
+        ggml_custom_op_t compute;  // nullptr: ggml does
+    };
+    ggml_tensor * place = nullptr;  // the first of its nodes
+    std::vector<Own> own;           // of our operations, which all threads compute; none depends on another, nor on `small`
+    std::vector<Own> small;         // in their order
+    std::unique_ptr<OnOneThread> one_thread = nullptr;  // computes `small`
+};
+
+// Operations that one thread computes one after another.
 class OnOneThread {
    public:
-    explicit OnOneThread(const std::vector<ggml_tensor *> & nodes);
+    explicit OnOneThread(const std::vector<Step::Own> & operations);
     void compute() const;
     static void prepare();  // in each thread, before what keeps such objects
 
@@ -27,18 +41,6 @@ class OnOneThread {
     std::vector<ggml_tensor> copies_;  // the nodes themselves are no operations while the graph is computed
     std::vector<ggml_tensor *> nodes_;
     std::unique_ptr<void, void (*)(ggml_backend_graph_plan_t)> plan_;
-};
-
-// The operations between two waits.
-struct Step {
-    struct Own {
-        ggml_tensor * node;
-        ggml_custom_op_t compute;
-    };
-    ggml_tensor * place = nullptr;  // the first of its nodes
-    std::vector<Own> own;           // of our operations, which all threads compute; none depends on another, nor on `small`
-    std::vector<ggml_tensor *> small;  // of ggml's, in their order
-    std::unique_ptr<OnOneThread> one_thread = nullptr;  // computes `small`
 };
 
 // The steps of a graph that contain operations of our own, or several of ggml's, which computes all others in their places.

@@ -84,3 +84,18 @@ def test_experts_are_weighted_and_added_as_ggml_does_it(n_used: int, n_columns: 
     ggmls = native.sum_experts(experts=experts, weights=weights, n_used=n_used, fast=False)
     for threads in (1, 3):
         assert native.sum_experts(experts=experts, weights=weights, n_used=n_used, n_threads=threads) == ggmls
+
+
+@pytest.mark.parametrize("n_rows", [1, 40])
+@pytest.mark.parametrize(("width", "stride"), [(8, 8), (64, 192), (136, 136), (4096, 4096)])
+@pytest.mark.parametrize("kind", ["plain", "weighted", "l2"])
+def test_norms_are_those_of_ggml(kind: str, width: int, stride: int, n_rows: int) -> None:
+    """Squares are added up in another order, but in doubles."""
+    rng = np.random.default_rng(width)
+    rows = (rng.standard_normal(n_rows * stride) * 3).tolist()
+    weights = rng.standard_normal(width).tolist() if kind == "weighted" else []
+    settings = {"rows": rows, "width": width, "stride": stride, "weights": weights, "is_l2": kind == "l2"}
+    ggmls = native.normalize(**settings, fast=False)
+    for threads in (1, 3):
+        found = native.normalize(**settings, n_threads=threads)
+        np.testing.assert_allclose(found, ggmls, rtol=2e-7)
