@@ -10,10 +10,11 @@
 
 namespace ggpipe {
 
-// The quantized types that there are kernels for, by their names in ggml, and those with grids. A test may define shorter lists.
+// The quantized types that there are kernels for, by their names in ggml: those that it may repack, others, and those with grids. A
+// test may define shorter lists.
 #ifndef GGPIPE_FOR_FORMATS
-#define GGPIPE_FOR_FORMATS(DO) \
-    DO(Q8_0) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(IQ4_NL) DO(MXFP4) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(IQ4_XS)
+#define GGPIPE_FOR_REPACKED_FORMATS(DO) DO(Q4_0) DO(IQ4_NL) DO(MXFP4) DO(Q2_K) DO(Q4_K)
+#define GGPIPE_FOR_FORMATS(DO) DO(Q8_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q3_K) DO(Q5_K) DO(Q6_K) DO(IQ4_XS) GGPIPE_FOR_REPACKED_FORMATS(DO)
 #define GGPIPE_FOR_GRID_FORMATS(DO) DO(IQ2_XXS) DO(IQ2_XS) DO(IQ2_S) DO(IQ3_XXS) DO(IQ3_S) DO(IQ1_S) DO(IQ1_M)
 #endif
 
@@ -47,8 +48,8 @@ struct Kernel {
     // The same of twice as many rows of weights, where that is faster for many rows of activations; or nullptr.
     void (*multiply_two)(const Weights &, int64_t first, const Activations &, int64_t row, size_t n, float * const * to);
 };
-// nullptr: none. Only Q2_K has kernels for both layouts.
-const Kernel * avx512_vnni_kernel(ggml_type type);
+// nullptr: none.
+const Kernel * avx512_vnni_kernel(ggml_type type, bool is_repacked);
 const Kernel * avx_vnni_kernel(ggml_type type, bool is_repacked);
 const Kernel * avx2_kernel(ggml_type type, bool is_repacked);
 const Kernel * avx512_grid_kernel(ggml_type type);

@@ -66,6 +66,7 @@ class Rows {
         return (U) _mm512_setr_epi32(word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7), word(8), word(9),
                                      word(10), word(11), word(12), word(13), word(14), word(15));
     }
+    GGPIPE_TARGET GGPIPE_INLINE U bytes(int at) const { return word(at) & 255; }
     GGPIPE_TARGET GGPIPE_INLINE F halves(int at) const {
         const auto half = [&](int lane) GGPIPE_TARGET GGPIPE_INLINE {
             int16_t h;

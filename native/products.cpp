@@ -27,7 +27,7 @@ const Kernel * kernel_for(ggml_type type, bool is_repacked, const CpuFeatures & 
     const auto fitting = [&](bool can, const Kernel * kernel) { return can && kernel && kernel->is_repacked == is_repacked ? kernel : nullptr; };
     // But for grids, AVX-512 without VNNI takes AVX2's tiles. 512 bits would need three instructions for what is one with VNNI, and
     // would not do for numbers of 8 bits.
-    if (const Kernel * kernel = fitting(cpu.avx512_vnni, avx512_vnni_kernel(type))) return kernel;
+    if (const Kernel * kernel = fitting(cpu.avx512_vnni, avx512_vnni_kernel(type, is_repacked))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx_vnni, avx_vnni_kernel(type, is_repacked))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx512, avx512_grid_kernel(type))) return kernel;
     if (const Kernel * kernel = fitting(cpu.avx2, avx2_kernel(type, is_repacked))) return kernel;

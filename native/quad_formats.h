@@ -106,44 +106,51 @@ struct Q5_1 : Small<Rows, false> {
         }
     }
 };
-struct Q4_0 : Small<Eights, false> {  // ggml has inverted the upper bit of each number
-    static constexpr int kBytes = 18, kHighest = 15, kOffset = 8;
+template <class Layout> struct AnyQ4_0 : Small<Layout, false> {
+    static constexpr int kGroup = Layout::kGroup, kBytes = 18, kHighest = 15, kOffset = 8;
+    static constexpr int kInverted = kGroup > 1 ? 0x88 : 0;  // the upper bit of each number, by ggml
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
         GGPIPE_UNITS(rows.n_units) {
             V numbers[8];
-            nibbles(rows, 16, numbers, 0x88);
+            nibbles(rows, 2 * kGroup, numbers, kInverted);
             emit(u, numbers, rows.halves(0), F{});
-            rows += 8 * kBytes;
+            rows += kGroup * kBytes;
         }
     }
 };
-struct IQ4_NL : Small<Eights, true> {
-    static constexpr int kBytes = 18;
+template <class Layout> struct AnyIQ4_NL : Small<Layout, true> {
+    static constexpr int kGroup = Layout::kGroup, kBytes = 18;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
         GGPIPE_UNITS(rows.n_units) {
             V numbers[8];
-            nibbles(rows, 16, numbers);
+            nibbles(rows, 2 * kGroup, numbers);
             look_up(kNonLinear, 0, numbers);
             emit(u, numbers, rows.halves(0), F{});
-            rows += 8 * kBytes;
+            rows += kGroup * kBytes;
         }
     }
 };
-struct MXFP4 : Small<Eights, false> {
-    static constexpr int kBytes = 17, kHighest = 24, kOffset = 12;
+template <class Layout> struct AnyMXFP4 : Small<Layout, false> {
+    static constexpr int kGroup = Layout::kGroup, kBytes = 17, kHighest = 24, kOffset = 12;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
         GGPIPE_UNITS(rows.n_units) {
             V numbers[8];
-            nibbles(rows, 8, numbers);
+            nibbles(rows, kGroup, numbers);
             look_up(kFloat4, kOffset, numbers);
             // The scale is half of 2 to the (e - 127). Of the smallest two, numbers are not normal.
             const V e = rows.bytes(0), small = _mm256_sllv_epi32(_mm256_set1_epi32(0x200000), e);
             const V normal = _mm256_slli_epi32(sum_of(e, _mm256_set1_epi32(-1)), 23);
             emit(u, numbers, (F) _mm256_blendv_epi8(small, normal, _mm256_cmpgt_epi32(e, _mm256_set1_epi32(1))), F{});
-            rows += 8 * kBytes;
+            rows += kGroup * kBytes;
         }
     }
 };
+using Q4_0 = AnyQ4_0<Rows>;
+using IQ4_NL = AnyIQ4_NL<Rows>;
+using MXFP4 = AnyMXFP4<Rows>;
+using RepackedQ4_0 = AnyQ4_0<Eights>;
+using RepackedIQ4_NL = AnyIQ4_NL<Eights>;
+using RepackedMXFP4 = AnyMXFP4<Eights>;
 struct IQ4_XS : Small<Rows, true> {
     static constexpr int kBytes = 136, kBlock = 256, kStep = 256;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
@@ -175,7 +182,7 @@ template <class Source, int kUnitColumns> struct Super {
     static constexpr bool kSigned = false, kSuper = true, kHasMinima = false, kSignsApart = false;
 };
 
-struct Q4_K : Super<Eights, 32> {
+struct RepackedQ4_K : Super<Eights, 32> {
     static constexpr int kBytes = 144, kHighest = 15;
     static constexpr bool kHasMinima = true;
     GGPIPE_AVX2 GGPIPE_INLINE static void read(const Eights & rows, Block & block) {
@@ -201,8 +208,7 @@ struct Q4_K : Super<Eights, 32> {
         }
     }
 };
-struct Q5_K : Super<Rows, 32> {
-    static constexpr int kBytes = 176, kHighest = 31;
+struct WithSixBits : Super<Rows, 32> {  // scales and minima of Q4_K and Q5_K
     static constexpr bool kHasMinima = true;
     GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
         const V k2 = all_bytes(3), k6 = all_bytes(63);
@@ -220,6 +226,24 @@ struct Q5_K : Super<Rows, 32> {
             block.minima[i] = pair_of_bytes(m[i / 2], i % 2);
         }
     }
+};
+struct Q4_K : WithSixBits {
+    static constexpr int kBytes = 144, kHighest = 15;
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
+        rows += 16;
+        GGPIPE_UNITS(4) {
+            V both[8], numbers[8];
+            for (int i = 0; i < 2; i++) rows.quads(16 * i, both + 4 * i);
+            for (int i = 0; i < 8; i++) numbers[i] = four_bits(both[i]);
+            emit(2 * u, numbers);
+            for (int i = 0; i < 8; i++) numbers[i] = upper_four_bits(both[i]);
+            emit(2 * u + 1, numbers);
+            rows += 32;
+        }
+    }
+};
+struct Q5_K : WithSixBits {
+    static constexpr int kBytes = 176, kHighest = 31;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
         const V k16 = all_bytes(16);
         V high[8];

@@ -248,14 +248,22 @@ template <class Numbered> const Kernel * kernel_with() {
     return &kernel;
 }
 inline const Kernel * kernel_of(ggml_type type, bool is_repacked) {
-    if (type == GGML_TYPE_Q2_K && is_repacked) return kernel_with<RepackedQ2_K>();
-    switch (type) {
 #define GGPIPE_KERNEL(NAME) \
         case GGML_TYPE_##NAME: return kernel_with<NAME>();
+#define GGPIPE_REPACKED_KERNEL(NAME) \
+        case GGML_TYPE_##NAME: return kernel_with<Repacked##NAME>();
+    if (is_repacked) {
+        switch (type) {
+            GGPIPE_FOR_REPACKED_FORMATS(GGPIPE_REPACKED_KERNEL)
+            default: return nullptr;
+        }
+    }
+    switch (type) {
         GGPIPE_FOR_FORMATS(GGPIPE_KERNEL)
-#undef GGPIPE_KERNEL
         default: return nullptr;
     }
+#undef GGPIPE_KERNEL
+#undef GGPIPE_REPACKED_KERNEL
 }
 
 }  // namespace ggpipe::GGPIPE_QUADS

@@ -133,6 +133,7 @@ class Rows {
         const auto word = [&](int row) GGPIPE_AVX2 GGPIPE_INLINE { return read<int32_t>(row, at); };
         return _mm256_setr_epi32(word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7));
     }
+    GGPIPE_AVX2 GGPIPE_INLINE V bytes(int at) const { return _mm256_and_si256(word(at), _mm256_set1_epi32(255)); }
     GGPIPE_AVX2 GGPIPE_INLINE F halves(int at) const {
         const auto half = [&](int row) GGPIPE_AVX2 GGPIPE_INLINE { return read<int16_t>(row, at); };
         return _mm256_cvtph_ps(_mm_setr_epi16(half(0), half(1), half(2), half(3), half(4), half(5), half(6), half(7)));

@@ -52,6 +52,46 @@ struct Q5_K : Super<Rows> {
         return scale;
     }
 };
+struct Q4_K : Super<Rows> {
+    static constexpr int kBytes = 144, kOffset = 0;
+    static constexpr bool kHasMinima = true;
+    static constexpr size_t kRowByRow = 1;
+    GGPIPE_TARGET GGPIPE_INLINE static __m256i row(const uint8_t * block, const int8_t * x, const int32_t *) {
+        uint32_t packed[3];
+        memcpy(packed, block + 4, sizeof packed);
+        const uint64_t upper = (packed[2] & k4) | (packed[0] >> 6 & k2) << 4;
+        const __m512i scales = _mm512_set1_epi64((packed[0] & 0x3f3f3f3f) | upper << 32), shifts = _mm512_setr_epi64(0, 0, 0, 0, 4, 4, 4, 4);
+        const __m512i first = (__m512i) (U{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1} | 0x80808000);  // as 32 bits
+        __m512i sum{};
+        GGPIPE_UNROLLED(u, 4) {  // 64 columns: of a unit the lower four bits, of the next one the upper ones
+            const __m512i both = _mm512_broadcast_i64x4(load_32(block + 16 + 32 * u));
+            const __m512i numbers = (__m512i) ((U) _mm512_srlv_epi64(both, shifts) & k4);
+            const __m512i parts = _mm512_dpbusd_epi32(__m512i{}, numbers, _mm512_loadu_si512(x + 64 * u));  // 4 * 15 * 127 at most
+            sum = _mm512_dpwssd_epi32(sum, parts, _mm512_shuffle_epi8(scales, (__m512i) ((U) first + 2 * u)));
+        }
+        return _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
+    }
+    GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F (*minima)[1]) {
+        I scales[8];
+        return unpack_scales(rows, scales, *minima);
+    }
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static F unpack(Rows rows, const Emit & emit) {
+        I scales[8];
+        F minima[8];
+        const F scale = unpack_scales(rows, scales, minima);
+        rows += 16;
+        GGPIPE_UNITS(4) {
+            U both[8], numbers[8];
+            for (int i = 0; i < 2; i++) rows.words(16 * i, both + 4 * i);
+            for (int i = 0; i < 8; i++) numbers[i] = both[i] & k4;
+            emit(2 * u, numbers, scales[2 * u], minima[2 * u]);
+            for (int i = 0; i < 8; i++) numbers[i] = both[i] >> 4 & k4;
+            emit(2 * u + 1, numbers, scales[2 * u + 1], minima[2 * u + 1]);
+            rows += 32;
+        }
+        return scale;
+    }
+};
 struct Q6_K : Super<Rows> {
     static constexpr int kBytes = 210, kOffset = 32, kUnit = 16;
     static constexpr size_t kRowByRow = 1;
@@ -74,7 +114,7 @@ struct Q6_K : Super<Rows> {
         }
         return (__m256i) sum;
     }
-    GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F &) { return rows.halves(208); }
+    GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F (*)[1]) { return rows.halves(208); }
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static F unpack(Rows rows, const Emit & emit) {
         U bytes[4];
         rows.words(192, bytes);
@@ -124,6 +164,28 @@ struct Q3_K : Super<Rows> {
         return scale;
     }
 };
+struct Q2_K : Super<Rows> {
+    static constexpr int kBytes = 84, kOffset = 0, kUnit = 16;
+    static constexpr bool kHasMinima = true, kScalesAreSmall = true;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static F unpack(Rows rows, const Emit & emit) {
+        U bytes[4];
+        rows.words(0, bytes);
+        const U both_scales = rows.word(80);
+        const F scale = lower_half(both_scales), minimum = -lower_half(both_scales >> 16);
+        rows += 16;
+        GGPIPE_UNITS(2) {
+            U both[8], numbers[4];
+            for (int i = 0; i < 2; i++) rows.words(16 * i, both + 4 * i);
+            for (int part = 0; part < 8; part++) {
+                const I pair = byte_of(bytes, 8 * u + part);
+                for (int i = 0; i < 4; i++) numbers[i] = both[part % 2 * 4 + i] >> part / 2 * 2 & k2;
+                emit(8 * u + part, numbers, pair & 15, minimum * floats(pair >> 4));
+            }
+            rows += 32;
+        }
+        return scale;
+    }
+};
 struct IQ4_XS : Super<Rows> {
     static constexpr int kBytes = 136, kOffset = 128;
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static F unpack(Rows rows, const Emit & emit) {
@@ -143,7 +205,7 @@ struct IQ4_XS : Super<Rows> {
     }
 };
 
-struct Q4_K : Super<Eights> {
+struct RepackedQ4_K : Super<Eights> {
     static constexpr int kBytes = 144, kOffset = 0;
     static constexpr bool kHasMinima = true;
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static F unpack(Eights rows, const Emit & emit) {
@@ -168,7 +230,7 @@ struct Q4_K : Super<Eights> {
         return scale;
     }
 };
-struct Q2_K : Super<Eights> {
+struct RepackedQ2_K : Super<Eights> {
     static constexpr int kBytes = 84, kOffset = 0, kUnit = 16;
     static constexpr bool kHasMinima = true, kScalesAreSmall = true;
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static F unpack(Eights rows, const Emit & emit) {

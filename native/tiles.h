@@ -39,9 +39,8 @@ template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row
                 values = values < 0 ? -values : values;
                 highest = values > highest ? values : highest;
             }
-            float max = 0, scale;
-            for (int lane = 0; lane < kLanes; lane++) max = std::max(max, ((const float *) &highest)[lane]);
-            const float inverse = max > 0 ? 127 / max : 0;
+            const float max = _mm512_reduce_max_ps(highest), inverse = max > 0 ? 127 / max : 0;
+            float scale;
             if (Format::kSuper) {
                 scale = max > 0 ? 1 / inverse : 0;
             } else {
@@ -49,7 +48,6 @@ template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row
             }
             for (int begin = from; begin < from + step; begin += Format::kUnit) {
                 I sums = {};
-                int32_t sum = 0;
                 for (int i = begin; i < begin + Format::kUnit; i += kLanes) {
                     F values;
                     memcpy(&values, x + chunk * kChunk + i, sizeof values);
@@ -59,7 +57,7 @@ template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row
                     const auto narrow = __builtin_convertvector(integers, Narrow);
                     memcpy(numbers + i, &narrow, sizeof narrow);
                 }
-                for (int lane = 0; lane < kLanes; lane++) sum += ((const int32_t *) &sums)[lane];
+                const int32_t sum = _mm512_reduce_add_epi32((__m512i) sums);
                 const int64_t unit = at * kMaxUnits + begin / Format::kUnit;
                 a.starts[unit] = -Format::kOffset * sum;
                 a.scales[unit] = scale;
@@ -186,21 +184,30 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add_row_by_row(Sums<Format, R> & sums, R
     F scale[1], minima[kBlocks * kUnits][1];
     _Pragma("GCC unroll 1") for (int block = 0; block < n_blocks; block++, from += Format::kBytes) {
         __m256i fours[R][4];
-        for (int i = 0; i < 4; i++) {
-            for (int r = 0; r < R; r++) {
-                __m256i rows[4];
-                for (int j = 0; j < 4; j++) {
-                    rows[j] = Format::row(from[4 * i + j], sums.x.numbers + r * kChunk + block * Format::kBlock, sums.x.starts + r * kMaxUnits);
-                }
-                fours[r][i] = in_halves(rows);
+        const auto four = [&](int i, int r) GGPIPE_TARGET GGPIPE_INLINE {
+            __m256i rows[4];
+            GGPIPE_UNROLLED(j, 4) {
+                rows[j] = Format::row(from[4 * i + j], sums.x.numbers + r * kChunk + block * Format::kBlock, sums.x.starts + r * kMaxUnits);
             }
+            fours[r][i] = in_halves(rows);
+        };
+        if constexpr (Format::kSuper) {  // too long to be unrolled; all that is fetched at a time would have to wait
+            _Pragma("GCC unroll 1") for (int i = 0; i < 4; i++) {
+                for (int r = 0; r < R; r++) four(i, r);
+                for (int u = i * kUnits / 4; u < (i + 1) * kUnits / 4; u++) prefetch(block * kUnits + u);
+            }
+        } else {
+            GGPIPE_UNROLLED(i, 4) {
+                for (int r = 0; r < R; r++) four(i, r);
+            }
+            prefetch(block);
         }
-        *scale = Format::scale(from, *minima[block]);
+        *scale = Format::scale(from, minima + block * kUnits);
+        for (int u = 0; u < kUnits && Format::kSuper; u++) sums.add_minimum(u, minima[u]);
         for (int r = 0; r < R; r++) {
             if constexpr (Format::kSuper) *sums.integers[r] = added_up(fours[r]);
             else sums.add(r, block, added_up(fours[r]) + sums.x.starts[r * kMaxUnits + block], *scale);
         }
-        for (int u = 0; u < kUnits; u++) prefetch(block * kUnits + u);
     }
     sums.end(n_blocks * kUnits, minima, scale);
 }

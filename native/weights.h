@@ -25,7 +25,7 @@ constexpr int8_t kFloat4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, 
 // kSuper are integers, and `unpack` returns that of the block; with kScalesAreSmall, a number times its scale is one byte.
 //
 // Up to kRowByRow rows of activations are multiplied with one row of weights after another: `row` gives eight numbers whose sum
-// is the product of a block (with scales and offsets where kSuper), `scale` what it is multiplied by.
+// is the product of a block (with scales and offsets where kSuper), `scale` what it is multiplied by, and its units' minima.
 
 template <class Source> struct Small {  // a block is a unit
     using From = Source;
@@ -74,7 +74,7 @@ struct Q8_0 : Small<Rows> {
     GGPIPE_TARGET GGPIPE_INLINE static __m256i row(const uint8_t * block, const int8_t * x, const int32_t *) {
         return products(_mm256_xor_si256(load_32(block + 2), _mm256_set1_epi8(-128)), x);
     }
-    GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F &) { return rows.halves(0); }
+    GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F (*)[1]) { return rows.halves(0); }
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
         GGPIPE_UNITS(rows.n_units) {
             U words[8], numbers[8];
@@ -115,7 +115,7 @@ struct Q5_0 : Small<Rows> {
     GGPIPE_TARGET GGPIPE_INLINE static __m256i row(const uint8_t * block, const int8_t * x, const int32_t *) {
         return products(fives_of(block + 2), x);
     }
-    GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F &) { return rows.halves(0); }
+    GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F (*)[1]) { return rows.halves(0); }
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
         GGPIPE_UNITS(rows.n_units) {
             U numbers[8];
@@ -132,7 +132,7 @@ struct Q5_1 : Small<Rows> {
     GGPIPE_TARGET GGPIPE_INLINE static __m256i row(const uint8_t * block, const int8_t * x, const int32_t *) {
         return products(fives_of(block + 4), x);
     }
-    GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F & minimum) { return scale_and_minimum(rows, minimum); }
+    GGPIPE_TARGET GGPIPE_INLINE static F scale(const Rows & rows, F (*minima)[1]) { return scale_and_minimum(rows, **minima); }
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
         GGPIPE_UNITS(rows.n_units) {
             U numbers[8];
@@ -144,50 +144,65 @@ struct Q5_1 : Small<Rows> {
         }
     }
 };
+
+// ---- formats that ggml may have repacked --------------------------------------------------------------------
+GGPIPE_TARGET GGPIPE_INLINE inline void unpack_nibbles(const Rows & rows, int at, U numbers[8]) {
+    U both[4];
+    rows.words(at, both);
+    unpack_nibbles(both, numbers);
+}
 GGPIPE_TARGET GGPIPE_INLINE inline void unpack_nibbles(const Eights & rows, int at, U numbers[8]) {
     U both[4];
     for (int i = 0; i < 2; i++) rows.words(at + 64 * i, both + 2 * i);
     unpack_nibbles(both, numbers);
 }
-struct Q4_0 : Small<Eights> {  // ggml has inverted the upper bit of each number
-    static constexpr int kBytes = 18, kOffset = 8;
-    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
+template <class Source> struct AnyQ4_0 : Small<Source> {
+    static constexpr int kGroup = Source::kGroup, kBytes = 18, kOffset = 8;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Source rows, const Emit & emit) {
         GGPIPE_UNITS(rows.n_units) {
             U numbers[8];
-            unpack_nibbles(rows, 16, numbers);
-            for (U & four : numbers) four ^= 0x08080808;
+            unpack_nibbles(rows, 2 * kGroup, numbers);
+            if (kGroup > 1) {  // ggml has inverted the upper bit of each number
+                for (U & four : numbers) four ^= 0x08080808;
+            }
             emit(u, numbers, rows.halves(0), F{});
-            rows += 8 * kBytes;
+            rows += kGroup * kBytes;
         }
     }
 };
-struct IQ4_NL : Small<Eights> {
-    static constexpr int kBytes = 18, kOffset = 128;
-    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
+template <class Source> struct AnyIQ4_NL : Small<Source> {
+    static constexpr int kGroup = Source::kGroup, kBytes = 18, kOffset = 128;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Source rows, const Emit & emit) {
         const U table = table_of(kNonLinear, kOffset);
         GGPIPE_UNITS(rows.n_units) {
             U numbers[8];
-            unpack_nibbles(rows, 16, numbers);
+            unpack_nibbles(rows, 2 * kGroup, numbers);
             look_up(table, numbers);
             emit(u, numbers, rows.halves(0), F{});
-            rows += 8 * kBytes;
+            rows += kGroup * kBytes;
         }
     }
 };
-struct MXFP4 : Small<Eights> {
-    static constexpr int kBytes = 17, kOffset = 12;
-    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
+template <class Source> struct AnyMXFP4 : Small<Source> {
+    static constexpr int kGroup = Source::kGroup, kBytes = 17, kOffset = 12;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Source rows, const Emit & emit) {
         const U table = table_of(kFloat4, kOffset);
         GGPIPE_UNITS(rows.n_units) {
             U numbers[8];
-            unpack_nibbles(rows, 8, numbers);
+            unpack_nibbles(rows, kGroup, numbers);
             look_up(table, numbers);
             const U e = rows.bytes(0);  // the scale is half of 2 to the (e - 127)
             emit(u, numbers, (F) (e > 1 ? (e - 1) << 23 : e == 1 ? U{} + 0x400000 : U{} + 0x200000), F{});
-            rows += 8 * kBytes;
+            rows += kGroup * kBytes;
         }
     }
 };
+using Q4_0 = AnyQ4_0<Rows>;
+using IQ4_NL = AnyIQ4_NL<Rows>;
+using MXFP4 = AnyMXFP4<Rows>;
+using RepackedQ4_0 = AnyQ4_0<Eights>;
+using RepackedIQ4_NL = AnyIQ4_NL<Eights>;
+using RepackedMXFP4 = AnyMXFP4<Eights>;
 
 }  // namespace ggpipe::GGPIPE_TILES
 #endif

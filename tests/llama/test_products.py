@@ -25,6 +25,14 @@ GRIDS = (Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.I
 BY_256 = (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, *GRIDS)
 FLOATS = (Type.F32, Type.F16, Type.BF16)
 """Types without blocks: any number of columns."""
+REPACKED = (Type.Q4_0, Type.IQ4_NL, Type.MXFP4, Type.Q2_K, Type.Q4_K)
+"""Types that ggml may repack."""
+QUANTIZED = [
+    *(pytest.param(kind, True, id=kind.name) for kind in (*BY_32, *BY_256)),
+    *(pytest.param(kind, False, id=f"{kind.name}-as-in-the-file") for kind in REPACKED),
+]
+"""All types with blocks, and whether ggml repacks them where it can."""
+ALL = [*QUANTIZED, *(pytest.param(kind, True, id=kind.name) for kind in FLOATS)]
 ROUNDING = 2e-6
 """Of single precision, in standard deviations of the results."""
 
@@ -110,19 +118,19 @@ def _assert_near(found: NDArray[np.float32], expected: NDArray[np.float64]) -> N
     np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING * expected.std() * 10)
 
 
-@pytest.mark.parametrize("kind", [*BY_32, *BY_256, *FLOATS], ids=lambda kind: kind.name)
-def test_products(kind: Type) -> None:
+@pytest.mark.parametrize(("kind", "repack"), ALL)
+def test_products(kind: Type, repack: bool) -> None:
     """Rows that are no whole tiles, and columns that are none where blocks are smaller than a tile."""
     odd = ((24, 288), (48, 32)) if kind in BY_32 else ((7, 300), (21, 9)) if kind in FLOATS else ()
     for shape in ((16, 256), (8, 256), (40, 768), (264, 256), *odd):
         case = Case.make(kind, shape, n_tokens=70)
         expected = case.expected()
         for n in (1, 2, 3, 8, 21, 70):
-            _assert_near(case.computed(slice(n)), expected[:n])
+            _assert_near(case.computed(slice(n), repack=repack), expected[:n])
 
 
-@pytest.mark.parametrize("kind", [*BY_32, *BY_256], ids=lambda kind: kind.name)
-def test_highest_numbers(kind: Type) -> None:
+@pytest.mark.parametrize(("kind", "repack"), QUANTIZED)
+def test_highest_numbers(kind: Type, repack: bool) -> None:
     """Sums of the largest numbers that weights and activations can have fit where they are added up."""
     case = Case.make(kind, (16, 512), n_tokens=4)
     case.activations[:] = [[1.0], [-1.0], [0.5], [-0.5]]
@@ -139,20 +147,20 @@ def test_highest_numbers(kind: Type) -> None:
         expected = case.expected()
         sums = np.abs(dequantize(case.weights, kind)).sum()  # results of weights that cancel out are rounded as others
         for n in (1, 4):  # which are added up in different places
-            found = case.computed(slice(n))
+            found = case.computed(slice(n), repack=repack)
             np.testing.assert_allclose(found, expected[:n], rtol=1e-5, atol=1e-6 * float(sums) / 16)
 
 
-@pytest.mark.parametrize("kind", [*BY_32, *BY_256, *FLOATS], ids=lambda kind: kind.name)
-def test_bits_depend_on_nothing_else(kind: Type) -> None:
+@pytest.mark.parametrize(("kind", "repack"), ALL)
+def test_bits_depend_on_nothing_else(kind: Type, repack: bool) -> None:
     """A row has the same bits alone, with any number of others, and with any number of threads."""
     case = Case.make(kind, (72, 512 if kind in BY_256 else 544), n_tokens=70)
-    whole = case.computed()
+    whole = case.computed(repack=repack)
     for first, n in ((0, 1), (37, 1), (3, 2), (66, 3), (5, 4), (2, 6), (60, 7), (51, 19)):
         tokens = slice(first, first + n)
-        np.testing.assert_array_equal(case.computed(tokens), whole[tokens])
-    np.testing.assert_array_equal(case.computed(n_threads=3), whole)
-    np.testing.assert_array_equal(case.computed(slice(1), n_threads=2), whole[:1])
+        np.testing.assert_array_equal(case.computed(tokens, repack=repack), whole[tokens])
+    np.testing.assert_array_equal(case.computed(n_threads=3, repack=repack), whole)
+    np.testing.assert_array_equal(case.computed(slice(1), n_threads=2, repack=repack), whole[:1])
 
 
 def _of_each(kind: Type, n_matrices: int, n_tokens: int) -> list[Case]:
@@ -163,8 +171,8 @@ def _of_each(kind: Type, n_matrices: int, n_tokens: int) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("kind", [*BY_32, *BY_256, *FLOATS], ids=lambda kind: kind.name)
-def test_experts(kind: Type) -> None:
+@pytest.mark.parametrize(("kind", "repack"), ALL)
+def test_experts(kind: Type, repack: bool) -> None:
     """Each row of activations with the matrices of its experts: the bits of each matrix alone."""
     rng = np.random.default_rng(2)
     n_experts, n_tokens = 4, 30
@@ -172,22 +180,23 @@ def test_experts(kind: Type) -> None:
     experts = np.array([rng.permutation(n_experts)[:2] for _ in range(n_tokens)], np.int32)
     found = native.multiply(
         type=kind, shape=(40, 512), weights=b"".join(case.weights.tobytes() for case in cases), n_matrices=n_experts,
-        activations=cases[0].activations.ravel().tolist(), experts=experts.ravel().tolist(), n_threads=2,
+        activations=cases[0].activations.ravel().tolist(), experts=experts.ravel().tolist(), n_threads=2, repack=repack,
     )  # fmt: skip
-    each = np.stack([case.computed() for case in cases])
+    each = np.stack([case.computed(repack=repack) for case in cases])
     expected = np.stack([each[experts[token], token] for token in range(n_tokens)])
     np.testing.assert_array_equal(np.array(found, np.float32).reshape(expected.shape), expected)
 
 
-@pytest.mark.parametrize("kind", [Type.Q8_0, *FLOATS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_K, *FLOATS], ids=lambda kind: kind.name)
 def test_matrices_of_heads(kind: Type) -> None:
-    """Each matrix with its own rows of activations, as in latent attention: the bits of each matrix alone."""
+    """Each matrix with its own rows of activations, as in latent attention: the bits of each matrix alone. ggml does
+    not repack such ones."""
     cases = _of_each(kind, 3, 12)
     found = native.multiply(
         type=kind, shape=(40, 512), weights=b"".join(case.weights.tobytes() for case in cases), n_matrices=3,
         activations=cases[0].activations.ravel().tolist(), n_threads=2,
     )  # fmt: skip
-    expected = np.concatenate([case.computed()[4 * i : 4 * i + 4] for i, case in enumerate(cases)])
+    expected = np.concatenate([case.computed(repack=False)[4 * i : 4 * i + 4] for i, case in enumerate(cases)])
     np.testing.assert_array_equal(np.array(found, np.float32).reshape(expected.shape), expected)
 
 
@@ -206,9 +215,3 @@ def test_equals_ggml_but_for_rounding(kind: Type) -> None:
     case = Case(kind, weights, rng.standard_normal((12, 1024)).astype(np.float32))
     own, ggmls = case.computed(), case.computed(fast=False)
     assert np.abs(own - ggmls).max() < 1e-5 * ggmls.std()
-
-
-def test_other_products_stay_ggmls() -> None:
-    """Weights that are not repacked although their kernel wants it."""
-    case = Case.make(Type.Q4_0, (16, 256), n_tokens=6)
-    np.testing.assert_array_equal(case.computed(repack=False), case.computed(repack=False, fast=False))
