@@ -1,5 +1,5 @@
-// Operations on each number that ggml computes without vectors: products with one number for each row, and the hyper-connections of
-// DeepSeek V4 and GLM-5, whose layers read a mixture of a few hidden states (streams) and write to all of them.
+// Operations on each number that ggml computes without vectors: products with one number for each row, rows that are joined, and the
+// hyper-connections of DeepSeek V4 and GLM-5, whose layers read a mixture of a few hidden states (streams) and write to all of them.
 #include <algorithm>
 #include <cstring>
 
@@ -89,7 +89,20 @@ GGPIPE_TARGET void compute_streams_written(ggml_tensor * node, int thread, int n
     });
 }
 
-bool has_rows(const ggml_tensor * t) { return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) && t->ne[0] % kWidth == 0; }
+// The rows of two tensors one after another, such as the parts of queries of latent attention.
+void compute_joined_rows(ggml_tensor * node, int thread, int n_threads, void *) {
+    const ggml_tensor * first = node->src[0], * second = node->src[1];
+    const int64_t n = ggml_nrows(node);
+    for (int64_t row = n * thread / n_threads; row < n * (thread + 1) / n_threads; row++) {
+        const int64_t i1 = row % node->ne[1], i2 = row / node->ne[1] % node->ne[2], i3 = row / node->ne[1] / node->ne[2];
+        float * to = row_of<float>(node, i1, i2, i3);
+        memcpy(to, row_of<float>(first, i1, i2, i3), first->ne[0] * sizeof(float));
+        memcpy(to + first->ne[0], row_of<float>(second, i1, i2, i3), second->ne[0] * sizeof(float));
+    }
+}
+
+bool is_of_floats(const ggml_tensor * t) { return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float); }
+bool has_rows(const ggml_tensor * t) { return is_of_floats(t) && t->ne[0] % kWidth == 0; }
 #endif
 }  // namespace
 
@@ -100,6 +113,9 @@ ggml_custom_op_t elementwise_operation([[maybe_unused]] const ggml_tensor * node
         case GGML_OP_MUL:
             return has_rows(node) && has_rows(node->src[0]) && node->src[1]->ne[0] == 1 && node->src[1]->type == GGML_TYPE_F32 &&
                    ggml_nelements(node) >= kFewest ? compute_row_product : nullptr;
+        case GGML_OP_CONCAT:
+            return node->op_params[0] == 0 && is_of_floats(node) && is_of_floats(node->src[0]) && is_of_floats(node->src[1]) &&
+                   ggml_nelements(node) >= kFewest ? compute_joined_rows : nullptr;
         case GGML_OP_DSV4_HC_PRE:  // other weights are gates of each column
             return has_rows(node) && has_rows(node->src[0]) && node->op_params[1] == 0 ? compute_streams_read : nullptr;
         case GGML_OP_DSV4_HC_POST:
