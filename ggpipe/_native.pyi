@@ -162,8 +162,8 @@ class Stage:
 
     def load_next(self) -> int | None:
         """
-        After end_load, in a group: get this rank's part of the next weight. After begin_streaming: wait for weights that
-        stay in memory. Returns how many bytes were copied or read; None at the end. Raises RuntimeError.
+        After end_load: repack some weights; in a group, get this rank's part of the next one. After begin_streaming: wait for
+        weights that stay in memory. Returns how many bytes were copied or read; None at the end. Raises RuntimeError.
         """
 
     def take_stream_times(self) -> tuple[int, float, int, int]:
@@ -280,7 +280,7 @@ class Stage:
     @property
     def hidden_bytes(self) -> int:
         """
-        Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.
+        Bytes of weights that libllama's loader was not shown: other ranks', mapped ones, and those repacked from a map.
         """
 
     @property

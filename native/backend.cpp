@@ -22,23 +22,6 @@ void * cpu_function(const char * name) {
     return f;
 }
 
-ggml_backend_buffer_type_t * repacking_types(const Stage & stage) {
-    static const auto all = (ggml_backend_dev_get_extra_bufts_t) cpu_function("ggml_backend_dev_get_extra_bufts");
-    return stage.repack ? all(cpu_device()) : nullptr;
-}
-
-ggml_backend_buffer_type_t repacking_type(const Stage & stage, ggml_tensor * weight, const ggml_tensor * op) {
-    ggml_backend_buffer_t const ours = weight->buffer;
-    ggml_backend_buffer_type_t found = nullptr;
-    for (auto * type = repacking_types(stage); type && *type && !found; type++) {
-        weight->buffer = ggml_backend_buft_alloc_buffer(*type, 0);
-        if (cpu_runs(op)) found = *type;
-        ggml_backend_buffer_free(weight->buffer);
-    }
-    weight->buffer = ours;
-    return found;
-}
-
 static size_t page_up(size_t size) { return size ? (size + 4095) & ~size_t(4095) : 4096; }
 ggml_backend_buffer_t reserve(ggml_backend_buffer_type_t t, const ggml_backend_buffer_i & calls, size_t size, int prot) {
     void * p = mmap(nullptr, page_up(size), prot, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -151,13 +134,14 @@ bool local_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
     if (s.loading && s.streamed) s.streamed->used_by(op);
     for (int i = 0; s.loading && i < 4; i++) {
         ggml_tensor * w = op->src[i];
+        if (const Repacker * repacker = s.repacker_of(w)) return runs_in(repacker->real, w, op);
         if (!w || !w->buffer || w->buffer->buft != dev_buft(d) || (s.exact && repacking_breaks(w->type, s.fast_kernels))) continue;
         if (repacking_type(s, w, op)) return false;
     }
     return cpu_runs(op);
 }
 
-ggml_backend_buffer_type_t * dev_repacking_types(ggml_backend_dev_t d) { return repacking_types(*device_of(d).stage); }
+ggml_backend_buffer_type_t * dev_repacking_types(ggml_backend_dev_t d) { return device_of(d).stage->repackers(); }
 
 // ---- backends (streams) -------------------------------------------------------------------------------------
 const char * backend_name(ggml_backend_t b) { return dev_name(b->device); }

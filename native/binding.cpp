@@ -158,11 +158,11 @@ NB_MODULE(_native, m) {
              "bytes; nothing is read if the latter is smaller.")
         .def("end_load", &Stage::end_load, "After libllama has loaded, or failed to.")
         .def("load_next", [](Stage & s) {
-            const std::optional<size_t> copied = s.group ? s.group->load_next() : std::nullopt;
+            const std::optional<size_t> copied = s.group ? s.group->load_next() : s.repack_next();
             return copied || !s.streamed ? copied : s.streamed->load_next();
         }, released,
-             "After end_load, in a group: get this rank's part of the next weight. After begin_streaming: wait for weights that\n"
-             "stay in memory. Returns how many bytes were copied or read; None at the end. Raises RuntimeError.")
+             "After end_load: repack some weights; in a group, get this rank's part of the next one. After begin_streaming: wait for\n"
+             "weights that stay in memory. Returns how many bytes were copied or read; None at the end. Raises RuntimeError.")
         .def("take_stream_times", [](Stage & s) {
             const StreamedWeights::Times times = s.streamed->take_times();
             return std::make_tuple(times.bytes_read, times.waited_s, times.n_predicted, times.n_right);
@@ -214,10 +214,10 @@ NB_MODULE(_native, m) {
                      "Attention reads KV cells in order, wherever they are: it depends on no other sequence.")
         .def_ro("weights", &Stage::weights, "Names of the weights that this rank reads, of whole tensors where it reads slices.")
         .def_ro("hidden_bytes", &Stage::hidden_bytes,
-                "Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.")
+                "Bytes of weights that libllama's loader was not shown: other ranks', mapped ones, and those repacked from a map.")
         .def_ro("mapped_bytes", &Stage::mapped_bytes, "Bytes of weights that are used in the mapped file.")
         .def_ro("mapped_ranges", &Stage::mapped_ranges, "Where those are: addresses and bytes.")
         .def_prop_ro("slice_bytes", [](Stage & s) {
-            return (s.group ? s.group->own_bytes : 0) + (s.streamed ? s.streamed->bytes_to_load() : 0);
+            return (s.group ? s.group->own_bytes : s.bytes_to_repack) + (s.streamed ? s.streamed->bytes_to_load() : 0);
         }, "Bytes of weights that `load_next` copies or reads.");
 }

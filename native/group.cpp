@@ -56,12 +56,6 @@ size_t own_bytes(const ggml_tensor * whole, const Group & g) {
     return ggml_nbytes(whole) * n / whole->ne[split.axis];
 }
 
-void give_back_pages(const Range & range) {  // whole ones
-    constexpr uintptr_t kPage = 4096;
-    const uintptr_t first = (range.first + kPage - 1) & ~(kPage - 1), last = (range.first + range.second) & ~(kPage - 1);
-    if (first < last) madvise((void *) first, last - first, MADV_DONTNEED);
-}
-
 // ---- our slices ---------------------------------------------------------------------------------------------
 bool part_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
     Group & g = group_of(d);

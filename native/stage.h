@@ -13,8 +13,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -62,6 +64,14 @@ struct Device {  // a ggml device, its registry (libllama asks that for function
     ggml_backend_buffer_type host;  // HOST, see above
 };
 
+// A buffer type for weights that the CPU backend repacks; see repacked.cpp.
+struct Repacker {
+    ggml_backend_buffer_type type;  // the first member
+    ggml_backend_buffer_type_t real;
+    Stage * stage;
+    ggml_status (*init_tensor)(ggml_backend_buffer_t, ggml_tensor *) = nullptr;  // ggml's
+};
+
 struct Stage {
     // first: it reads the input embedding: no rank is before this one, or it has MTP layers. repack: let the CPU backend repack weights. exact: reference kernels.
     // fast_kernels: our own kernels, where they can. touch_cells: KV cells get their memory when they are
@@ -85,6 +95,14 @@ struct Stage {
     std::vector<Range> mapped_ranges;              // of `file`, that weights use
     size_t mapped_bytes = 0, hidden_bytes = 0;
     std::vector<std::string> weights;              // names of those that this rank reads
+
+    // Weights that are repacked after libllama has loaded, from `file`.
+    ggml_backend_buffer_type_t * repackers();                       // nullptr-terminated
+    const Repacker * repacker_of(const ggml_tensor * weight) const;  // while libllama asks which buffer type it may use
+    void place_repacked(ggml_tensor * tensor);
+    void end_repacking();                   // no more buffers are filled
+    std::optional<size_t> repack_next();    // bytes of some more; std::nullopt at the end
+    size_t bytes_to_repack = 0;             // of all of them
 
     // One run. `cancel` may come from another thread at any time.
     void begin_run(int64_t run, const uint8_t * incoming, size_t size, size_t headroom);
@@ -110,6 +128,10 @@ struct Stage {
     int missing = 0;       // reads from UP that the run did not bring
 
    private:
+    std::deque<Repacker> repackers_;
+    std::vector<ggml_backend_buffer_type_t> repacker_list_;
+    std::vector<std::pair<ggml_tensor *, Range>> to_repack_;  // once it began, the last in the file first
+    bool repacks_ = false;
     static constexpr int64_t kNoRun = -1, kNoAbort = -2;
     std::vector<std::pair<ggml_tensor *, std::string>> hidden_;
     std::atomic<int64_t> current_run_{kNoRun}, abort_run_{kNoAbort};
@@ -125,6 +147,10 @@ inline Device & device_of(ggml_backend_buffer_type_t t) { return device_of(t->de
 // these in which it takes `weight` for `op`, nullptr if there is none.
 ggml_backend_buffer_type_t * repacking_types(const Stage & stage);
 ggml_backend_buffer_type_t repacking_type(const Stage & stage, ggml_tensor * weight, const ggml_tensor * op);
+bool runs_in(ggml_backend_buffer_type_t type, ggml_tensor * weight, const ggml_tensor * op);
+
+// The memory of a part of a mapped file: whole pages.
+void give_back_pages(const Range & range);
 
 // Buffers: address space that costs nothing until it is touched; PROT_NONE where nothing ever is.
 extern const ggml_backend_buffer_i kMemory, kRemote;  // those that hold bytes, and those of other ranks

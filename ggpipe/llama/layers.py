@@ -15,7 +15,7 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.core.drafters.registry import HEADS
 from ggpipe.errors import MemoryNeededError, ModelError, RunError, Setting, SettingError
 from ggpipe.llama import partial_model
-from ggpipe.llama.completed import EMBEDDINGS, as_one_file
+from ggpipe.llama.completed import as_one_file
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
 from ggpipe.llama.machine import advise, available_bytes, lock_memory
@@ -140,7 +140,7 @@ def load_layers(
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
     logged_errors()
-    with as_one_file(file, lambda name: not mapped or (config.repacks and name != EMBEDDINGS)) as path:
+    with as_one_file(file, lambda _: not mapped) as path:
         if config.streams:
             _stream(stage, file, config)
         stage.begin_load(mapping.places if mapping else {}, use_in_place=mapped)
