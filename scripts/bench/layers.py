@@ -6,6 +6,10 @@ for each model and number of rows: milliseconds of a run, medians, and the ratio
 rounds; then how often ggpipe's threads wait for each other in a run, and the number of its operations. ggml's threads
 wait after each of these, but for norms and their weights, which are one.
 
+With `--no-repack`, both multiply weights as they are in the file, as they do where these are streamed.
+
+With `--load`: seconds to load the model from a file that is in memory, with weights repacked and as in the file.
+
 With `--prompt N`: seconds until the first token after a prompt of N tokens, in two stages of one thread each, by the
 longest run (`-ub`, given by `--rows`).
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,9 +94,10 @@ SHAPES = {
 class Continued:
     """A stage of all layers that continues one sequence, or its first `context` tokens."""
 
-    def __init__(self, file: ModelFile, path: Path, threads: int, context: int = 0, *, fast: bool) -> None:
+    def __init__(self, model: ModelConfig, threads: int, context: int = 0, *, fast: bool) -> None:
+        file = ModelFile.open(model.path)
         config = ContextConfig(n_ctx=N_CTX, fast_kernels=fast)
-        self._stage = Stage(file, (0, file.n_layer), ModelConfig(path=path), config, (threads, threads))
+        self._stage = Stage(file, (0, file.n_layer), model, config, (threads, threads))
         self._run = self._pos = 0
         self._kept = 0
         while self._pos < context:
@@ -147,11 +153,24 @@ def bench_prompt(name: str, folder: Path, args: argparse.Namespace) -> None:
         )
 
 
+def bench_load(name: str, folder: Path, args: argparse.Namespace) -> None:
+    """Print a line for each layout of the weights: seconds of each round."""
+    path = made(name, folder)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(args.rounds):
+        for repack, own in times.items():
+            start_s = time.monotonic()
+            Continued(ModelConfig(path=path, repack=repack), args.threads, fast=True)
+            own.append(time.monotonic() - start_s)
+    for repack, own in times.items():
+        layout = "repacked" if repack else "as in the file"
+        print(f"{name:10} {layout:14} {statistics.median(own):8.2f}  [{min(own):.2f}-{max(own):.2f}]", flush=True)
+
+
 def bench(name: str, folder: Path, args: argparse.Namespace) -> None:
     """Print a line for each number of rows."""
-    path = made(name, folder)
-    file = ModelFile.open(path)
-    ggml, own = (Continued(file, path, args.threads, args.context, fast=fast) for fast in (False, True))
+    model = ModelConfig(path=made(name, folder), repack=args.repack)
+    ggml, own = (Continued(model, args.threads, args.context, fast=fast) for fast in (False, True))
     for n in args.rows:
         pairs = [(ggml.decode(n), own.decode(n)) for _ in range(args.rounds + 1)][1:]  # the first round warms up
         low, ratio, high = statistics.quantiles([b / a for a, b in pairs], n=4)
@@ -171,12 +190,19 @@ def main() -> None:
         "--context", type=int, default=0, help="tokens before each run; default: those of the runs before"
     )
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument(
+        "--no-repack", dest="repack", action="store_false", help="leave weights as they are in the file"
+    )
+    parser.add_argument("--load", action="store_true", help="measure how long the model takes to load")
     parser.add_argument("--prompt", type=int, metavar="N", help="tokens of a prompt for two stages")
     args = parser.parse_args()
     start()
     if args.prompt:
         print(f"prompt of {args.prompt} tokens, two stages of one thread: TTFT in seconds, {args.rounds} rounds")
         print("model         -ub   median  [all]")
+    elif args.load:
+        print(f"seconds to load, {args.rounds} rounds")
+        print("model      weights          median  [all]")
     else:
         print(
             f"layers: {args.threads} threads, {args.context or 'the last'} tokens before each run, {args.rounds} rounds"
@@ -184,7 +210,7 @@ def main() -> None:
         print("model       rows     ggml     ours  ratio             waits    ops")
     for name in args.models or SHAPES:
         with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
-            (bench_prompt if args.prompt else bench)(name, Path(folder), args)
+            (bench_prompt if args.prompt else bench_load if args.load else bench)(name, Path(folder), args)
 
 
 if __name__ == "__main__":
