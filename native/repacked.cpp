@@ -33,7 +33,7 @@ ggml_status init_weight(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
         const std::lock_guard<std::mutex> lock(mutex);
         repacker = filling.at(buffer);
     }
-    const ggml_status status = repacker->init_tensor(buffer, tensor);
+    const ggml_status status = repacker->init_tensor ? repacker->init_tensor(buffer, tensor) : GGML_STATUS_SUCCESS;
     repacker->stage->place_repacked(tensor);
     return status;
 }
@@ -92,7 +92,7 @@ bool runs_in(ggml_backend_buffer_type_t type, ggml_tensor * weight, const ggml_t
 }
 
 ggml_backend_buffer_type_t * Stage::repackers() {
-    if (repackers_.empty()) {
+    if (repacker_list_.empty()) {
         for (auto * type = repacking_types(*this); type && *type; type++) {
             Repacker & repacker = repackers_.emplace_back(Repacker{**type, *type, this});
             repacker.type.iface.alloc_buffer = alloc;
