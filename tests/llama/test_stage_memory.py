@@ -2,10 +2,12 @@
 
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ from support.commands import HANG_S, TARGET
 from support.zoo import _copy, pair_script
 
 from ggpipe.config.context import ContextConfig
-from ggpipe.config.model import ModelConfig
+from ggpipe.config.model import LoadMode, ModelConfig
+from ggpipe.errors import RunError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import Stage
+from scripts.models.quantize import quantize
 
 MB = 1_000_000
 N_LAYER = 6
@@ -97,6 +101,25 @@ def test_mapped_stage_reads_only_what_it_repacks(models: Mapping[str, Path]) -> 
     share, headers = share_bytes(file, *STAGES["middle"]), 2 * sum(file.header_bytes)
     assert got["read"] <= share + headers + MB
     assert got["grown"] < share + 60 * MB
+
+
+@pytest.mark.parametrize("mode", ["mmap", "none"])
+def test_repacked_weights_are_loaded_step_by_step(mode: LoadMode, tmp_path: Path) -> None:
+    """All bytes that are loaded count, however libllama loads them, and the user may stop in between."""
+    path = quantize(TARGET, tmp_path / "target.gguf", "Q4_0")
+    file = ModelFile.open(path)
+    model, told = ModelConfig(path=path, load_mode=mode), list[tuple[int, int]]()
+
+    def progress(done: int, total: int, most: float = math.inf) -> bool:
+        told.append((done, total))
+        return done < most
+
+    Stage(file, (0, file.n_layer), model, ContextConfig(), (1, 1), progress).close()
+    done, total = told[-1]
+    assert done >= total
+    assert [own for own, _ in told] == sorted(own for own, _ in told)
+    with pytest.raises(RunError, match="loading was stopped"):
+        Stage(file, (0, file.n_layer), model, ContextConfig(), (1, 1), partial(progress, most=1))
 
 
 @pytest.mark.parametrize("warmup", [False, True])
