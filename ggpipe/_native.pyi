@@ -54,6 +54,11 @@ def sum_experts(*, experts: Sequence[float], weights: Sequence[float], n_used: i
     own kernel). For tests.
     """
 
+def read_pages(address: int, size: int) -> int:
+    """
+    Read a part of a mapped file into memory. Returns an error number, or 0.
+    """
+
 def normalize(*, rows: Sequence[float], width: int, stride: int, weights: Sequence[float] = [], is_l2: bool = False, n_threads: int = 1, fast: bool = True) -> list[float]:
     """
     Root mean square norms, or L2 norms, of the first `width` of each `stride` numbers, times weights (width) if there are any, as

@@ -86,6 +86,8 @@ NB_MODULE(_native, m) {
     m.def("sum_experts", sum_experts, nb::kw_only(), "experts"_a, "weights"_a, "n_used"_a, "n_threads"_a = 1, "fast"_a = true, released,
           "Results of experts (tokens, experts, columns), weighted by (tokens, experts) and added up as a stage does it (fast: with our\n"
           "own kernel). For tests.");
+    m.def("read_pages", read_pages, "address"_a, "size"_a, released,
+          "Read a part of a mapped file into memory. Returns an error number, or 0.");
     m.def("normalize", normalize, nb::kw_only(), "rows"_a, "width"_a, "stride"_a, "weights"_a = std::vector<float>(), "is_l2"_a = false,
           "n_threads"_a = 1, "fast"_a = true, released,
           "Root mean square norms, or L2 norms, of the first `width` of each `stride` numbers, times weights (width) if there are any, as\n"

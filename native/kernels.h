@@ -18,6 +18,11 @@ namespace ggpipe {
 #define GGPIPE_FOR_GRID_FORMATS(DO) DO(IQ2_XXS) DO(IQ2_XS) DO(IQ2_S) DO(IQ3_XXS) DO(IQ3_S) DO(IQ1_S) DO(IQ1_M)
 #endif
 
+// Both layouts of a format that is a template of how rows lie.
+#define GGPIPE_LAYOUTS(NAME)        \
+    using NAME = Any##NAME<Rows>;   \
+    using Repacked##NAME = Any##NAME<Eights>;
+
 constexpr int kChunk = 256;               // columns that are unpacked at a time
 constexpr int kMaxUnits = 16;             // of a chunk; each has a scale
 constexpr int kSpareRows = 1;             // of activations, after the last one: kernels may read them, whatever they hold

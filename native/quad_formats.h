@@ -145,12 +145,9 @@ template <class Layout> struct AnyMXFP4 : Small<Layout, false> {
         }
     }
 };
-using Q4_0 = AnyQ4_0<Rows>;
-using IQ4_NL = AnyIQ4_NL<Rows>;
-using MXFP4 = AnyMXFP4<Rows>;
-using RepackedQ4_0 = AnyQ4_0<Eights>;
-using RepackedIQ4_NL = AnyIQ4_NL<Eights>;
-using RepackedMXFP4 = AnyMXFP4<Eights>;
+GGPIPE_LAYOUTS(Q4_0)
+GGPIPE_LAYOUTS(IQ4_NL)
+GGPIPE_LAYOUTS(MXFP4)
 struct IQ4_XS : Small<Rows, true> {
     static constexpr int kBytes = 136, kBlock = 256, kStep = 256;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {

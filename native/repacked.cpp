@@ -9,10 +9,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "stage.h"
 
@@ -27,15 +29,25 @@ constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, since Linux 5.14
 std::mutex mutex;
 std::map<ggml_backend_buffer_t, Repacker *> filling;  // by stages that load
 
+Repacker & repacker_of(ggml_backend_buffer_t buffer) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return *filling.at(buffer);
+}
+
 ggml_status init_weight(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
-    Repacker * repacker;
+    Repacker & repacker = repacker_of(buffer);
+    const ggml_status status = repacker.init_tensor ? repacker.init_tensor(buffer, tensor) : GGML_STATUS_SUCCESS;
+    repacker.stage->place_repacked(tensor);
+    return status;
+}
+
+void release(ggml_backend_buffer_t buffer) {  // where libllama could not load the model
+    const Repacker & repacker = repacker_of(buffer);
     {
         const std::lock_guard<std::mutex> lock(mutex);
-        repacker = filling.at(buffer);
+        filling.erase(buffer);
     }
-    const ggml_status status = repacker->init_tensor ? repacker->init_tensor(buffer, tensor) : GGML_STATUS_SUCCESS;
-    repacker->stage->place_repacked(tensor);
-    return status;
+    if (repacker.free_buffer) repacker.free_buffer(buffer);
 }
 
 ggml_backend_buffer_t alloc(ggml_backend_buffer_type_t type, size_t size) {
@@ -44,23 +56,9 @@ ggml_backend_buffer_t alloc(ggml_backend_buffer_type_t type, size_t size) {
     if (!buffer || !repacker.stage->loading) return buffer;
     const std::lock_guard<std::mutex> lock(mutex);
     filling[buffer] = &repacker;
-    repacker.init_tensor = buffer->iface.init_tensor;
-    buffer->iface.init_tensor = init_weight;
+    repacker.init_tensor = std::exchange(buffer->iface.init_tensor, init_weight);
+    repacker.free_buffer = std::exchange(buffer->iface.free_buffer, release);
     return buffer;
-}
-
-Range pages_of(const Range & range) {
-    const uintptr_t first = range.first & ~(kPage - 1);
-    return {first, range.first + range.second - first};
-}
-
-// Reads a part of a mapped file; false: that is not possible.
-bool read_pages(const Range & range) {
-    const auto [first, size] = pages_of(range);
-    if (!madvise((void *) first, size, kPopulateRead)) return true;
-    if (errno != EINVAL) return false;
-    for (size_t at = 0; at < size; at += kPage) (void) *(const volatile char *) (first + at);  // an older Linux
-    return true;
 }
 
 size_t n_cpus() {
@@ -120,7 +118,9 @@ void Stage::place_repacked(ggml_tensor * tensor) {
     hide(tensor);
 }
 
-void Stage::end_repacking() {
+void Stage::begin_repacking() {
+    const auto is_later = [](const auto & a, const auto & b) { return a.second.first > b.second.first; };
+    std::sort(to_repack_.begin(), to_repack_.end(), is_later);
     const std::lock_guard<std::mutex> lock(mutex);
     for (auto i = filling.begin(); i != filling.end();) {
         if (i->second->stage != this) {
@@ -128,17 +128,13 @@ void Stage::end_repacking() {
             continue;
         }
         i->first->iface.init_tensor = i->second->init_tensor;
+        i->first->iface.free_buffer = i->second->free_buffer;
         i = filling.erase(i);
     }
 }
 
 std::optional<size_t> Stage::repack_next() {
     if (to_repack_.empty()) return std::nullopt;
-    if (!repacks_) {
-        const auto is_later = [](const auto & a, const auto & b) { return a.second.first > b.second.first; };
-        std::sort(to_repack_.begin(), to_repack_.end(), is_later);
-        repacks_ = true;
-    }
     size_t n_threads = std::min(n_cpus(), kMostThreads), n_bytes = 0;
     std::vector<std::pair<ggml_tensor *, Range>> batch;
     while (!to_repack_.empty() && (batch.size() < n_threads || n_bytes < n_threads * kBatch)) {
@@ -148,17 +144,15 @@ std::optional<size_t> Stage::repack_next() {
     }
     size_t next = 0;
     std::mutex reading;  // one after another, in their order: a hard disk would have to seek
-    std::atomic<const char *> unreadable{nullptr};
+    std::atomic<int> error{0};
     const auto repack = [&] {
-        while (!unreadable) {
+        while (!error) {
             std::unique_lock<std::mutex> lock(reading);
             if (next == batch.size()) return;
             const auto & [tensor, place] = batch[next++];
-            if (!read_pages(place)) {
-                unreadable = tensor->name;
-                return;
-            }
+            if (const int problem = read_pages(place.first, place.second)) error = problem;
             lock.unlock();
+            if (error) return;
             ggml_backend_tensor_set(tensor, (const void *) place.first, 0, place.second);
             give_back_pages(place);
         }
@@ -167,8 +161,16 @@ std::optional<size_t> Stage::repack_next() {
     for (size_t i = 1; i < std::min(n_threads, batch.size()); i++) threads.emplace_back(repack);
     repack();
     for (std::thread & thread : threads) thread.join();
-    if (unreadable) throw std::runtime_error("cannot read " + std::string(unreadable) + ": copy the file again");
+    if (error) throw std::runtime_error(std::string("cannot read weights: ") + strerror(error) + "; copy the model's file again");
     return n_bytes;
+}
+
+int read_pages(uintptr_t address, size_t size) {
+    const uintptr_t first = address & ~(kPage - 1), end = address + size;
+    if (!madvise((void *) first, end - first, kPopulateRead)) return 0;
+    if (errno != EINVAL) return errno;
+    for (uintptr_t page = first; page < end; page += kPage) (void) *(const volatile char *) page;  // an older Linux
+    return 0;
 }
 
 void give_back_pages(const Range & range) {

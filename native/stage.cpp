@@ -21,7 +21,7 @@ void Stage::begin_load(Places file_, bool use_in_place_) {
 
 void Stage::end_load() {
     loading = false;
-    end_repacking();
+    begin_repacking();
     for (auto & [tensor, name] : hidden_) ggml_set_name(tensor, name.c_str());
     hidden_.clear();
 }

@@ -69,7 +69,8 @@ struct Repacker {
     ggml_backend_buffer_type type;  // the first member
     ggml_backend_buffer_type_t real;
     Stage * stage;
-    ggml_status (*init_tensor)(ggml_backend_buffer_t, ggml_tensor *) = nullptr;  // ggml's
+    ggml_status (*init_tensor)(ggml_backend_buffer_t, ggml_tensor *) = nullptr;  // ggml's, as the next one
+    void (*free_buffer)(ggml_backend_buffer_t) = nullptr;
 };
 
 struct Stage {
@@ -100,7 +101,7 @@ struct Stage {
     ggml_backend_buffer_type_t * repackers();                       // nullptr-terminated
     const Repacker * repacker_of(const ggml_tensor * weight) const;  // while libllama asks which buffer type it may use
     void place_repacked(ggml_tensor * tensor);
-    void end_repacking();                   // no more buffers are filled
+    void begin_repacking();                 // no more buffers are made
     std::optional<size_t> repack_next();    // bytes of some more; std::nullopt at the end
     size_t bytes_to_repack = 0;             // of all of them
 
@@ -130,8 +131,7 @@ struct Stage {
    private:
     std::deque<Repacker> repackers_;
     std::vector<ggml_backend_buffer_type_t> repacker_list_;
-    std::vector<std::pair<ggml_tensor *, Range>> to_repack_;  // once it began, the last in the file first
-    bool repacks_ = false;
+    std::vector<std::pair<ggml_tensor *, Range>> to_repack_;  // then the last in the file first
     static constexpr int64_t kNoRun = -1, kNoAbort = -2;
     std::vector<std::pair<ggml_tensor *, std::string>> hidden_;
     std::atomic<int64_t> current_run_{kNoRun}, abort_run_{kNoAbort};
@@ -149,7 +149,8 @@ ggml_backend_buffer_type_t * repacking_types(const Stage & stage);
 ggml_backend_buffer_type_t repacking_type(const Stage & stage, ggml_tensor * weight, const ggml_tensor * op);
 bool runs_in(ggml_backend_buffer_type_t type, ggml_tensor * weight, const ggml_tensor * op);
 
-// The memory of a part of a mapped file: whole pages.
+// Parts of mapped files: reads one into memory, and returns an error number or 0; gives back the memory of one's whole pages.
+int read_pages(uintptr_t address, size_t size);
 void give_back_pages(const Range & range);
 
 // Buffers: address space that costs nothing until it is touched; PROT_NONE where nothing ever is.

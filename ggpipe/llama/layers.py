@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from ggpipe.llama.params import model_params, place_layers
 OnProgress = Callable[[int, int], bool]
 """Called while loading with bytes done and total bytes; False stops the loading."""
 
-_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14; mmap does not name it
 _STEP = 16 << 20
 READERS = 4  # a disk is fastest with several requests at a time
 _STREAM_SHARE = 0.8  # of the memory that is available: KV cells and compute buffers come later
@@ -56,11 +54,7 @@ class _MappedFiles:
         for address, size in ranges:
             for start in range(address, address + size, _STEP):
                 end = min(start + _STEP, address + size)
-                first = start - start % mmap.PAGESIZE
-                error = advise(first, end - first, _POPULATE_READ)
-                if error == errno.EINVAL:  # an older Linux
-                    np.ctypeslib.as_array((ctypes.c_uint8 * (end - first)).from_address(first))[:: mmap.PAGESIZE].max()
-                elif error:
+                if error := native.read_pages(start, end - start):
                     raise ModelError(
                         f"cannot read {self._file.paths[0]} into memory: {os.strerror(error)}; copy it again"
                     )
