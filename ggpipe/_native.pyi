@@ -162,8 +162,8 @@ class Stage:
         bytes; nothing is read if the latter is smaller.
         """
 
-    def end_load(self) -> None:
-        """After libllama has loaded, or failed to."""
+    def end_load(self, loaded: bool) -> None:
+        """After libllama has loaded the model, or failed to."""
 
     def load_next(self) -> int | None:
         """

@@ -158,7 +158,7 @@ NB_MODULE(_native, m) {
         .def("begin_streaming", [](Stage & s) { return std::pair(s.streamed->begin(), s.streamed->memory()); },
              "After end_load: begin to read the weights that stay in memory. Returns the minimum memory and the memory given, in\n"
              "bytes; nothing is read if the latter is smaller.")
-        .def("end_load", &Stage::end_load, "After libllama has loaded, or failed to.")
+        .def("end_load", &Stage::end_load, "loaded"_a, "After libllama has loaded the model, or failed to.")
         .def("load_next", [](Stage & s) {
             const std::optional<size_t> copied = s.group ? s.group->load_next() : s.repack_next();
             return copied || !s.streamed ? copied : s.streamed->load_next();

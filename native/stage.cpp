@@ -19,10 +19,12 @@ void Stage::begin_load(Places file_, bool use_in_place_) {
     loading = true;
 }
 
-void Stage::end_load() {
+void Stage::end_load(bool loaded) {
     loading = false;
-    begin_repacking();
-    for (auto & [tensor, name] : hidden_) ggml_set_name(tensor, name.c_str());
+    if (loaded) {
+        begin_repacking();
+        for (auto & [tensor, name] : hidden_) ggml_set_name(tensor, name.c_str());
+    }
     hidden_.clear();
 }
 

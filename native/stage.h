@@ -84,9 +84,10 @@ struct Stage {
     std::shared_ptr<Group> group;  // where other ranks compute the same layers: each has a part of every weight
 
     // Loading: between the two calls, tensors of other ranks are hidden from libllama's loader. With `use_in_place`, so
-    // are our own, which point into `file` instead of being read. The file stays mapped as long as the model exists.
+    // are our own, which point into `file` instead of being read. The file stays mapped as long as the model exists. If libllama
+    // has not loaded the model, its tensors no longer exist.
     void begin_load(Places file, bool use_in_place);
-    void end_load();
+    void end_load(bool loaded);
     bool loading = false, use_in_place = false;
     Places file;
     ggml_status place_weight(ggml_tensor * tensor, Role role, bool host);

@@ -138,10 +138,11 @@ def load_layers(
         if config.streams:
             _stream(stage, file, config)
         stage.begin_load(mapping.places if mapping else {}, use_in_place=mapped)
+        model = None
         try:
             model = lib.llama_model_load_from_file(os.fsencode(path), params)
         finally:
-            stage.end_load()
+            stage.end_load(loaded=bool(model))
     if not model:
         if not wanted:
             raise RunError("loading was stopped")
