@@ -105,6 +105,47 @@ class Drawing(msgspec.Struct, frozen=True, kw_only=True):
         return self.temp if all(name == "temperature" for name, _ in self.samplers) else 0.0
 
 
+class Penalties(msgspec.Struct, frozen=True, kw_only=True):
+    """llama.cpp's penalties for tokens that are among the last ones."""
+
+    n_last: int
+    """How many of the last tokens count."""
+    repeat: float
+    """The token's logit is divided by it, or multiplied if it is negative."""
+    frequency: float
+    """Taken from the logit for each time that the token is among them."""
+    presence: float
+    """Taken from the logit once."""
+
+
+class Dry(msgspec.Struct, frozen=True, kw_only=True):
+    """llama.cpp's DRY: penalties for tokens that would continue a repetition."""
+
+    n_last: int
+    """How many of the last tokens are searched for one."""
+    multiplier: float
+    base: float
+    allowed_length: int
+    """Tokens that may be repeated. The next one's logit is lowered by `multiplier`, that of each further one by `base`
+    times as much."""
+    breakers: tuple[int, ...]
+    """Tokens that end a repetition."""
+
+
+class Adjustments(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request's logits are adjusted before a token is chosen."""
+
+    biases: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    penalties: Penalties | None = None
+    dry: Dry | None = None
+
+    @property
+    def raised(self) -> tuple[int, ...]:
+        """Tokens that may be chosen although their own logits are low."""
+        return tuple(token for token, bias in self.biases if bias > 0)
+
+
 class BeginDrafting(msgspec.Struct, frozen=True, kw_only=True):
     """A request to draft for."""
 
@@ -124,6 +165,8 @@ class BeginDrafting(msgspec.Struct, frozen=True, kw_only=True):
     saves: Saves = "nothing"
     """As in `Request`. Unless it is nothing, one `Save` follows, which may have no tokens."""
     drawing: Drawing | None = None
+    """As in `Request`."""
+    adjustments: Adjustments | None = None
     """As in `Request`."""
 
 

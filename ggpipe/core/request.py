@@ -11,7 +11,7 @@ import msgspec
 
 from ggpipe.config.engine import Saves
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import Drawing
+from ggpipe.core.draft_messages import Adjustments, Drawing
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder
 from ggpipe.core.prompt_chunks import chunk_rows
 from ggpipe.core.request_spec import RequestSpec
@@ -167,6 +167,8 @@ class Request:
     """What is written to disk: the prompt but its last token when that is computed, or at the end all that is."""
     drawing: Drawing | None = None
     """How its tokens are drawn; None: not with a single random number each, or with none."""
+    adjustments: Adjustments | None = None
+    """How its logits are adjusted before a token is chosen; None: not at all."""
 
     @property
     def n_resumed(self) -> int:

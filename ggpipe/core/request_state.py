@@ -338,6 +338,7 @@ class RequestState(SequenceState):
             cache_prompt=request.spec.cache_prompt,
             saves=request.saves,
             drawing=request.drawing,
+            adjustments=request.adjustments,
         )
 
     @property

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import structs
 
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.draft_messages import Drawing
+from ggpipe.core.draft_messages import Adjustments, Drawing
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import Setting, UsageError
 from ggpipe.llama.grammar import DraftCheck, Grammar
@@ -78,6 +78,11 @@ class ConstrainedSampler:
     def drawing(self) -> Drawing | None:
         """As `Sampler.drawing`."""
         return self._own.drawing
+
+    @property
+    def adjustments(self) -> Adjustments | None:
+        """As `Sampler.adjustments`."""
+        return self._own.adjustments
 
     def logits_request(self) -> LogitsRequest:
         """What drawing the next token takes: the row is kept, and a few more come than without the grammar.

@@ -14,7 +14,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.draft_messages import Drawing
+from ggpipe.core.draft_messages import Adjustments, Drawing, Dry, Penalties
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import SettingError
 from ggpipe.llama.libllama import lib
@@ -60,6 +60,7 @@ class Sampler:
         self.seed = config.seed if config.seed >= 0 else secrets.randbelow(2**32 - 1)
         windows = {"penalties": config.repeat_last_n, "dry": config.dry_penalty_last_n}
         windows = {name: n_ctx if n < 0 else min(n, n_ctx) for name, n in windows.items()}
+        self._vocab, self._windows = vocab, windows
         n_seen = max((windows[name] for name in config.active_samplers if name in windows), default=0)
         self._window: collections.deque[int] = collections.deque(maxlen=n_seen)
         self._logits_request = None if n_seen else self._wanted()
@@ -83,6 +84,15 @@ class Sampler:
             return None
         known = tuple((name, float(values[name])) for name in config.active_samplers if name in values)
         return Drawing(seed=self.seed, samplers=known)
+
+    @property
+    def adjustments(self) -> Adjustments | None:
+        """How logits are adjusted before a token is chosen, for drafters. None: not at all."""
+        biases = tuple((token, bias) for token, bias in self._biases.items() if bias > -math.inf)
+        penalties, dry = _penalties(self._config, self._vocab, self._windows)
+        if not biases and penalties is None and dry is None:
+            return None
+        return Adjustments(biases=biases, penalties=penalties, dry=dry)
 
     def logits_request(self) -> LogitsRequest:
         """The logits that sampling the next token needs.
@@ -290,6 +300,26 @@ def _filters(config: SamplingConfig, vocab: Vocab, windows: Mapping[str, int], s
                 yield lib.llama_sampler_init_temp_ext(config.temp, config.dynatemp_range, config.dynatemp_exponent)
             case "infill":
                 yield lib.llama_sampler_init_infill(vocab.pointer)
+
+
+def _penalties(config: SamplingConfig, vocab: Vocab, windows: Mapping[str, int]) -> tuple[Penalties | None, Dry | None]:
+    penalties = dry = None
+    if "penalties" in config.active_samplers and windows["penalties"]:
+        penalties = Penalties(
+            n_last=windows["penalties"],
+            repeat=config.repeat_penalty,
+            frequency=config.frequency_penalty,
+            presence=config.presence_penalty,
+        )
+    if "dry" in config.active_samplers and windows["dry"]:
+        dry = Dry(
+            n_last=windows["dry"],
+            multiplier=config.dry_multiplier,
+            base=config.dry_base,
+            allowed_length=config.dry_allowed_length,
+            breakers=vocab.tokens_with(config.dry_sequence_breakers),
+        )
+    return penalties, dry
 
 
 def _drawing(config: SamplingConfig, vocab: Vocab, seed: int) -> Any:

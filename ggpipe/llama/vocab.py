@@ -52,6 +52,7 @@ class Vocab:
         suppressed = lib.llama_vocab_get_suppress_tokens(self.pointer, ctypes.byref(n))
         self.suppressed_tokens = tuple(int(suppressed[i]) for i in range(n.value))
         """Tokens that must never be sampled, according to the model's metadata."""
+        self._tokens_with: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """A prompt's tokens, as llama.cpp makes them: BOS as the model wants it, special tokens parsed.
@@ -119,6 +120,14 @@ class Vocab:
             n = lib.llama_token_to_piece(self.pointer, token, buffer, size, 0, True)
             found.append(buffer.raw[:n] if n >= 0 else self.piece(token, special=True))
         return found
+
+    def tokens_with(self, texts: tuple[str, ...]) -> tuple[int, ...]:
+        """The tokens that contain one of these texts. Takes as long as `pieces` at first, and nothing later."""
+        if texts not in self._tokens_with:
+            wanted = [text.encode("utf-8", "surrogateescape") for text in texts]
+            found = (id for id, piece in enumerate(self.pieces()) if any(one in piece for one in wanted))
+            self._tokens_with = {texts: tuple(found)}
+        return self._tokens_with[texts]
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """A token's text, which may be part of a UTF-8 character. `special`: return the text of special tokens too."""

@@ -16,7 +16,8 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import Candidates, Drawing, Vocabularies
+from ggpipe.core.draft_messages import Adjustments, Candidates, Drawing, Vocabularies
+from ggpipe.core.drafters.adjusted_rows import N_MORE, AdjustedRows
 from ggpipe.core.drafters.draft_state import candidates
 from ggpipe.core.drafters.foresight import N_CANDIDATES, Foresight, Mixture
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
@@ -30,7 +31,7 @@ from ggpipe.llama.stage import Stage
 from ggpipe.llama.vocab import Vocab
 from ggpipe.stats.records import RequestStats
 
-_ANY_CONTEXT = 256  # banned tokens do not depend on it
+_LARGE_CONTEXT = 1 << 20  # penalties for the whole context are for the whole text
 _N_BRANCHES = 16  # rejected draft tokens that are decoded together
 
 
@@ -118,7 +119,7 @@ def record_draft(spec: RecordSpec, written: Sequence[WrittenText], seed: int, pa
             foresight = None
             if pair.drawing is not None:
                 foresight = Foresight(structs.replace(pair.drawing, seed=seed), Mixture())
-            trace = reader.read(own.prompt, own.text, spec.n_candidates, foresight)
+            trace = reader.read(own.prompt, own.text, spec.n_candidates, foresight, pair.adjustments)
             prompts.append(
                 RecordedPrompt(
                     name=own.name, prompt=own.prompt, text=own.text, candidates=trace.candidates,
@@ -150,6 +151,8 @@ class Pair:
     """Tokens that the target never samples."""
     drawing: Drawing | None = None
     """How tokens are drawn, but for the seed, as in `Request`."""
+    adjustments: Adjustments | None = None
+    """As in `Request`."""
 
 
 def check_pair(target: ModelConfig, draft: ModelConfig, sampling: SamplingConfig) -> Pair:
@@ -163,8 +166,13 @@ def check_pair(target: ModelConfig, draft: ModelConfig, sampling: SamplingConfig
         for field, able in (("model", target_vocab.rolls_back), ("draft.model", outline.rolls_back)):
             if not able:
                 raise ModelError(Setting(field), " cannot roll back its KV state, so it cannot be used for speculation")
-        with contextlib.closing(Sampler(sampling, target_vocab, _ANY_CONTEXT)) as sampler:
-            return Pair(vocabularies=vocabularies, banned=sampler.banned, drawing=sampler.drawing)
+        with contextlib.closing(Sampler(sampling, target_vocab, _LARGE_CONTEXT)) as sampler:
+            return Pair(
+                vocabularies=vocabularies,
+                banned=sampler.banned,
+                drawing=sampler.drawing,
+                adjustments=sampler.adjustments,
+            )
     finally:
         target_vocab.close()
 
@@ -191,14 +199,23 @@ class DraftReader:
         self._run_ids = itertools.count(1)
 
     def read(
-        self, prompt: tuple[int, ...], text: tuple[int, ...], n_candidates: int, foresight: Foresight | None = None
+        self,
+        prompt: tuple[int, ...],
+        text: tuple[int, ...],
+        n_candidates: int,
+        foresight: Foresight | None = None,
+        adjustments: Adjustments | None = None,
     ) -> DraftTrace:
-        """The draft's candidates at each token of an output. `foresight`: what the draft knows of the draws."""
+        """The draft's candidates at each token of an output. `foresight`: what the draft knows of the draws.
+        `adjustments`: of the logits that the output was chosen by."""
         self._stage.forget_all()
-        logits_request = LogitsRequest(LogitsKind.TOP, n_candidates, self._banned)
+        n, temp = n_candidates, 0.0
         if foresight is not None:
-            n, temp = max(n_candidates, N_CANDIDATES), foresight.drawing.whole_temp
-            logits_request = LogitsRequest(LogitsKind.TOP, n, self._banned, temp=temp)
+            n, temp = max(n, N_CANDIDATES), foresight.drawing.whole_temp
+        if adjustments is not None:
+            n += N_MORE
+        logits_request = LogitsRequest(LogitsKind.TOP, n, self._banned, temp=temp)
+        own_rows = AdjustedRows(adjustments or Adjustments(), prompt)
         tokens = [self._vocabularies.for_draft(token) for token in (*prompt, *text)]
         n_prompt, n_read = len(prompt), len(tokens) - 1
         rows = [
@@ -209,6 +226,8 @@ class DraftReader:
         for chunk in _chunks(rows, self._n_rows):
             for row in self._decode(chunk, (), logits_request):
                 place = len(on_text)
+                row = own_rows.adjusted(row, (), temp)
+                own_rows.accept(text[place])
                 on_text.append(_candidates(row, place, n_candidates, foresight))
                 if foresight is not None:
                     foresight.learn(row, place, text[place])
@@ -223,9 +242,12 @@ class DraftReader:
             for i, (best, token) in enumerate(zip(on_text, text, strict=True))
         ]
         after_rejection: list[Candidates] = []
+        own_rows = AdjustedRows(adjustments or Adjustments(), prompt)
         for chunk in _chunks(rejected, min(_N_BRANCHES, self._n_rows)):
             ops = [op for row in chunk for op in _branch(row.seqs[0], row.pos)]
-            for row in self._decode(chunk, tuple(ops), logits_request):
+            for read, row in zip(chunk, self._decode(chunk, tuple(ops), logits_request), strict=True):
+                row = own_rows.adjusted(row, (read.token,), temp)
+                own_rows.accept(text[len(after_rejection)])
                 after_rejection.append(_candidates(row, len(after_rejection) + 1, n_candidates, foresight))
         return DraftTrace(tuple(on_text), tuple(after_rejection))
 
@@ -245,7 +267,7 @@ class DraftReader:
 
 
 def _candidates(row: RowLogits, place: int, n: int, foresight: Foresight | None) -> Candidates:
-    return candidates(row) if foresight is None else foresight.candidates(row, place, n)
+    return candidates(row)[:n] if foresight is None else foresight.candidates(row, place, n)
 
 
 def _branch(seq: int, end: int) -> tuple[KvOp, KvOp]:

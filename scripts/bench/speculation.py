@@ -45,6 +45,7 @@ from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
 from ggpipe.launch.environment import die_with_parent, rank_in_environment
 from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_mixture, inflated_pair
+from ggpipe.llama.sampler import Sampler
 from ggpipe.stats.records import RequestStats
 from scripts.bench.asleep import N_CTX, sleep_instead
 from scripts.bench.measuring import ITERATIVE, greedy, middle, pin_rank, run_ranks
@@ -72,20 +73,24 @@ SETTINGS = {
     "async, draft alone": SpeculationConfig(drafters=("draft",)),
     "async, n-grams alone": SpeculationConfig(drafters=("ngram",)),
     "async, seed not used": SpeculationConfig(),
+    "async, penalties not known": SpeculationConfig(),
 }
-SEED_NOT_USED = "async, seed not used"
-"""Draft models are not told how tokens are drawn. Pauses last, so it is measured alone, beside `iterative`."""
+NOT_TOLD = {"async, seed not used": (ActiveRequest, "drawing"), "async, penalties not known": (Sampler, "adjustments")}
+"""Draft models are not told how tokens are drawn, or which are penalized. Pauses last, so each of these is measured
+alone, beside `iterative`."""
 SAMPLINGS = {
     "greedy": SamplingConfig(temp=0),
     "default": SamplingConfig(),
     "all-tokens": SamplingConfig(temp=1, top_k=0, top_p=1, min_p=0),
+    "penalties": SamplingConfig(temp=0, presence_penalty=1.5),
+    "drawn-with-penalties": SamplingConfig(temp=1, top_k=20, top_p=0.95, min_p=0, presence_penalty=1.5),
 }
 
 
 def settings_named(names: list[str]) -> dict[str, SpeculationConfig]:
     """Those with one of these names, or whose names contain one that is no setting's name; all for none."""
     whole, parts = {name for name in names if name in SETTINGS}, [name for name in names if name not in SETTINGS]
-    usual = [key for key in SETTINGS if key != SEED_NOT_USED]
+    usual = [key for key in SETTINGS if key not in NOT_TOLD]
     wanted = [key for key in SETTINGS if key in whole or any(part in key for part in parts)] if names else usual
     return {key: SETTINGS[key] for key in wanted}
 
@@ -194,7 +199,7 @@ def job(args: argparse.Namespace) -> int:
         session = Session.load(ranks)
         quoted = text_to_quote(session, N_STARTED + args.rounds + args.n) if args.quotes else ()
         results: list[dict[str, Any]] = []
-        drawing = ActiveRequest.drawing
+        told = {name: vars(owner)[what] for name, (owner, what) in NOT_TOLD.items()}
         for i in range(args.rounds + 1):
             settings = list(settings_named(args.settings).items())
             for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
@@ -202,8 +207,8 @@ def job(args: argparse.Namespace) -> int:
                 prompt, grammar = prompt_of(session, i, args.prompts, quoted)
                 sampling = dataclasses.replace(SAMPLINGS[args.sampling], seed=i, ignore_eos=True, grammar=grammar)
                 request = structs.replace(greedy(prompt, args.n, speculation), sampling=sampling)
-                knows = drawing if name != SEED_NOT_USED else property(lambda _: None)
-                setattr(ActiveRequest, "drawing", knows)  # noqa: B010
+                for hiding, (owner, what) in NOT_TOLD.items():
+                    setattr(owner, what, told[hiding] if name != hiding else property(lambda _: None))
                 tokens = [t.id for t in session.stream(request, stats)]
                 counters = stats.counters
                 results.append({

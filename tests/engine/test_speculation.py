@@ -319,6 +319,17 @@ def test_a_draft_model_knows_which_random_number_selects_a_token(
     assert all(drawn[place] == token for place, token in learned)
 
 
+def test_a_draft_model_knows_penalties() -> None:
+    """The target itself, as the draft model, is always right."""
+    sampling = SamplingConfig(
+        temp=0, ignore_eos=True, presence_penalty=1.5, dry_multiplier=0.8, logit_bias=((100, 5.0), (200, -5.0))
+    )
+    with local_session(config_of(TARGET, TARGET, 1), 2) as session:
+        tokens, stats = generate(session, prompt_of("tale.txt", 60), sampling, MODES["speculative"])
+    assert stats.counters.submitted_tokens > len(tokens) / 2
+    assert stats.counters.accepted_tokens > 0.9 * stats.counters.submitted_tokens
+
+
 def test_nothing_is_left_in_any_cache(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
     """After a long asynchronous run with branches all ids are empty, and a prompt that fills all cells fits. The draft
     model drafts ahead throughout, whether or not that pays here and now."""

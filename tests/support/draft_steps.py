@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import Accepted, BeginDrafting, Drawing, MicroBatch, Vocabularies
+from ggpipe.core.draft_messages import Accepted, Adjustments, BeginDrafting, Drawing, MicroBatch, Vocabularies
 from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun
@@ -47,6 +47,7 @@ class Draft:
         prompt: tuple[int, ...] = PROMPT,
         cache_prompt: bool = True,
         drawing: Drawing | None = None,
+        adjustments: Adjustments | None = None,
         **settings: Any,
     ) -> None:
         speculation = SpeculationConfig(**{"policy": "thresholds", **settings})
@@ -62,6 +63,7 @@ class Draft:
                 speculation=speculation,
                 cache_prompt=cache_prompt,
                 drawing=drawing,
+                adjustments=adjustments,
             )
         )
 

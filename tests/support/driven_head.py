@@ -21,7 +21,7 @@ from support.drafter_driver import DrafterDriver
 from support.fake_drafts import FakeDraftModel
 from support.fake_model import FakeModel, Tokens
 from support.fake_pipeline import FakePipeline
-from support.requests import DRAWN
+from support.requests import ADJUSTED, DRAWN
 
 HORIZON = 8
 MODES = (
@@ -52,6 +52,7 @@ class Target:
         begin = BeginDrafting(
             request=request, prompt=prompt, n_left=40, look_ahead=look_ahead, ends=frozenset(), banned=(),
             speculation=speculation, drawing=DRAWN if request % 2 else None,
+            adjustments=ADJUSTED if request % 3 else None,
         )  # fmt: skip
         self.messages.append(begin)
         for at in range(n_cached, len(prompt), 3):

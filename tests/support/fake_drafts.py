@@ -19,6 +19,7 @@ from ggpipe.core.draft_messages import (
     MicroBatch,
     Shared,
 )
+from ggpipe.core.drafters.adjusted_rows import N_MORE
 from ggpipe.core.drafters.base import DraftEvent, DraftPipeline
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.drafters.foresight import N_CANDIDATES
@@ -165,10 +166,11 @@ class RealDraft(DrafterDriver):
             path = text if expansion.parent == ROOT else self.paths[batch.request, expansion.parent]
             assert path[: len(text)] == text, "a draft token that is known to be rejected"
             tokens = [token for token, _ in expansion.candidates]
-            if self.begun[batch.request].drawing is None or not speculation.is_best_first:
+            begin = self.begun[batch.request]
+            if begin.adjustments is None and (begin.drawing is None or not speculation.is_best_first):
                 assert tokens == [token for token, _ in self.model.candidates(path, len(tokens))]
-            else:  # in the order that their random number gives them
-                best = dict(self.model.candidates(path, N_CANDIDATES))
+            else:  # in the order that their random number and penalties give them
+                best = dict(self.model.candidates(path, N_CANDIDATES + N_MORE))
                 assert len(set(tokens).intersection(best)) == len(tokens)
             for i, (token, _) in enumerate(expansion.candidates[: expansion.n]):
                 self.paths[batch.request, expansion.first + i] = (*path, token)

@@ -11,7 +11,7 @@ import msgspec
 from ggpipe.config.embeddings import Pooling
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.draft_messages import Drawing
+from ggpipe.core.draft_messages import Adjustments, Drawing, Dry, Penalties
 from ggpipe.core.prompt import RequestPrompt
 from ggpipe.core.request import Request
 from ggpipe.core.request_spec import RequestSpec
@@ -19,6 +19,12 @@ from ggpipe.core.request_spec import RequestSpec
 ITERATIVE = SpeculationConfig(mode="iterative")
 DRAWN = Drawing(seed=7, samplers=(("top_k", 40.0), ("min_p", 0.05), ("temperature", 0.8)))
 """How the tokens of a request are drawn that is not greedy."""
+ADJUSTED = Adjustments(
+    biases=((3, 1.5), (4, -1.5)),
+    penalties=Penalties(n_last=6, repeat=1.1, frequency=0.2, presence=0.5),
+    dry=Dry(n_last=12, multiplier=0.8, base=1.75, allowed_length=1, breakers=(5,)),
+)
+"""How the logits of a request are adjusted that has penalties."""
 _REMEMBERING = SamplingConfig(mirostat=2)
 
 

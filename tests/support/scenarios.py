@@ -21,7 +21,7 @@ from support.fake_drafts import Adversary, Echo, FakeDraftModel, RealDraft, Sile
 from support.fake_model import END, FakeModel
 from support.fake_pipeline import NO_FILES, Dropping, Restored
 from support.heads import Head
-from support.requests import DRAWN, changed, core_request
+from support.requests import ADJUSTED, DRAWN, changed, core_request
 
 Kind = Literal["model", "adversary", "echo", "silent", "ngram"]
 
@@ -127,6 +127,7 @@ def requests(
         remembers_rows=draw(st.booleans()),
         saves=draw(st.sampled_from(["nothing", "prompt", "text"])),
         drawing=draw(st.sampled_from([None, DRAWN])),
+        adjustments=draw(st.sampled_from([None, ADJUSTED])),
     )
 
 

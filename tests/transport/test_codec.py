@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from support.requests import ADJUSTED, DRAWN
 
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import (
@@ -102,6 +103,8 @@ DRAFTER_MESSAGES = st.one_of(
         ends=TOKENS.map(frozenset),
         banned=TOKENS,
         speculation=SPECULATIONS,
+        drawing=st.sampled_from([None, DRAWN]),
+        adjustments=st.sampled_from([None, ADJUSTED]),
     ),
     st.builds(
         Accepted,

@@ -63,12 +63,24 @@ class _BlockState(HeadState):
         for node in nodes:
             if node.logits is None or not (self.overlaps or node is self.tree.root):
                 continue
-            rows = dict(enumerate((node.logits, *node.logits.later), node.pos))
+            rows = self._adjusted_block(node.pos, (node.logits, *node.logits.later))
             block = {pos: self.candidates(row, pos) for pos, row in rows.items() if row.ids}
             since = enumerate(self.tokens[node.pos + 1 :], node.pos)
             if all(pos in block and block[pos][0][0] == token for pos, token in since):
                 self.block, self.rows = block, rows
                 self._open_block()
+
+    def _adjusted_block(self, pos: int, block: Iterable[RowLogits]) -> dict[int, RowLogits]:
+        """A block's rows by position, from `pos` on. Those from the root on are adjusted as if the best tokens of those
+        before had been written."""
+        rows: dict[int, RowLogits] = {}
+        path: tuple[int, ...] = ()
+        for at, row in enumerate(block, pos):
+            rows[at] = row
+            if at >= self.tree.root.pos and row.ids:
+                rows[at] = adjusted = self.adjusted(row, path)
+                path += (adjusted.ids or ())[:1]
+        return rows
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
         """As `HeadState.accept`."""

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import structs
 
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch, Shared
+from ggpipe.core.drafters.adjusted_rows import N_MORE
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_state import DraftState
 from ggpipe.core.drafters.foresight import N_CANDIDATES, Foresight, Mixture
@@ -360,7 +361,12 @@ class DraftModel:
         if state.foresight is not None and state.begin.drawing is not None:
             n = max(n, N_CANDIDATES)
             temp = state.begin.drawing.whole_temp
-        return LogitsRequest(LogitsKind.TOP, n, (*state.begin.banned, *only_draft), temp=temp)
+        also: tuple[int, ...] = ()
+        if state.begin.adjustments is not None:
+            n += N_MORE
+            if not temp:  # else shares of the probability are wanted, which come for the best tokens only
+                also = tuple(t for t in state.begin.adjustments.raised if self._readable(t) == t)
+        return LogitsRequest(LogitsKind.TOP, n, (*state.begin.banned, *only_draft), also=also, temp=temp)
 
     def _readable(self, token: int) -> int:
         """A token of the text as the draft model can read it. The tree keeps the target's."""

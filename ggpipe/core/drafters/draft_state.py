@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, Candidates, Expansion, SharedToken
+from ggpipe.core.drafters.adjusted_rows import AdjustedRows
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.drafters.foresight import Foresight
 from ggpipe.core.drafters.thresholds import Thresholds
@@ -57,6 +58,8 @@ class DraftState:
     """How often candidates turned out right, those included that did not become draft tokens."""
     foresight: Foresight | None = None
     """Predicts draws; None: tokens are not drawn, or trees grow by thresholds."""
+    adjusted_rows: AdjustedRows | None = None
+    """Adjusts logits as the target's are; None: those are not."""
     n_drawn: int = 0
     """Random numbers that were taken for the text."""
     knows_numbers: bool = True
@@ -89,6 +92,7 @@ class DraftState:
         """State of a request that begins. `prefix` is what the prefix cache has of its prompt."""
         return cls(
             foresight=foresight,
+            adjusted_rows=AdjustedRows(begin.adjustments, begin.prompt) if begin.adjustments is not None else None,
             n_drawn=begin.drawing.n_drawn if begin.drawing is not None else 0,
             begin=begin,
             prefix=prefix,
@@ -181,8 +185,16 @@ class DraftState:
         """Logits of these nodes came: those that still hang on the root are open."""
         for node in nodes:
             if node.logits is not None and node.within(self.tree.root) and node.logits.ids:  # else all are banned
+                node.logits = self.adjusted(node.logits, node.path)
                 self.open[node] = self.candidates(node.logits, node.pos)
                 self.untried.append(node)
+
+    def adjusted(self, row: RowLogits, path: tuple[int, ...]) -> RowLogits:
+        """A row as the target's samplers would change it. `path`: as `Node.path`."""
+        if self.adjusted_rows is None:
+            return row
+        drawing = self.begin.drawing if self.foresight is not None else None
+        return self.adjusted_rows.adjusted(row, path, drawing.whole_temp if drawing is not None else 0.0)
 
     def candidates(self, row: RowLogits, pos: int) -> Candidates:
         """The best candidates after the token at this position, from its row."""
@@ -205,8 +217,7 @@ class DraftState:
         for token in tokens:
             self._judge(token)
             dead += self.tree.advance(token)
-            self.n_drawn += 1
-            self.tokens.append(token)
+            self._append(token)
             if self.tree.root.submitted:
                 self.n_decoded = len(self.tokens)
         root = self.tree.root
@@ -216,6 +227,12 @@ class DraftState:
         self.n_drafted = 0 if self.overlaps else self.tree.n_nodes
         self.thresholds.accepted()
         return dead
+
+    def _append(self, token: int) -> None:
+        self.n_drawn += 1
+        self.tokens.append(token)
+        if self.adjusted_rows is not None:
+            self.adjusted_rows.accept(token)
 
     def _judge(self, token: int) -> None:
         """The token after the root is known: compare it with the candidates."""

@@ -77,8 +77,7 @@ class HeadState(DraftState):
         for token in tokens:
             self._judge(token)
             dead += self.tree.advance(token, afresh=True)
-            self.n_drawn += 1
-            self.tokens.append(token)
+            self._append(token)
             self.sent = self.sent.children.get(token) or _Sent()
         self.sent_nodes = {self.tree.root: self.sent}
         self.open.clear()
