@@ -19,6 +19,16 @@ def top(logits: int, n_vocab: int, k: int, banned: Sequence[int], sums: bool = T
     smaller than each have, at this temperature, as the log-sum-exp. Banned tokens count as minus infinity.
     """
 
+def draw(logits: int, n_vocab: int, banned: Sequence[int], temperature: float, number: float) -> int:
+    """
+    The token that llama.cpp draws from a row of f32 logits at this address with a random number from 0 to 1.
+    """
+
+def likely(logits: int, n_vocab: int, banned: Sequence[int], min_p: float) -> tuple[list[int], list[float]]:
+    """
+    Ids and logits of all tokens at least min_p times as probable as the best one of a row at this address, by id.
+    """
+
 def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: Sequence[float], n_matrices: int = 0, experts: Sequence[int] = (), n_threads: int = 1, repack: bool = True, fast: bool = True) -> list[float]:
     """
     One product alone, as a stage computes it, for tests and measurements: weights (rows, columns) of a ggml type, as in a

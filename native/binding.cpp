@@ -37,6 +37,14 @@ NB_MODULE(_native, m) {
        "The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; with sums the\n"
        "row's log-sum-exp (not a number for k = 1); and with a temperature above 0 the share of the probability that ids\n"
        "smaller than each have, at this temperature, as the log-sum-exp. Banned tokens count as minus infinity.");
+    m.def("draw", [](uintptr_t logits, size_t n_vocab, const std::vector<int32_t> & banned, float temperature, double number) {
+        return draw((const float *) logits, n_vocab, banned, temperature, number);
+    }, "logits"_a, "n_vocab"_a, "banned"_a, "temperature"_a, "number"_a, released,
+       "The token that llama.cpp draws from a row of f32 logits at this address with a random number from 0 to 1.");
+    m.def("likely", [](uintptr_t logits, size_t n_vocab, const std::vector<int32_t> & banned, float min_p) {
+        return likely((const float *) logits, n_vocab, banned, min_p);
+    }, "logits"_a, "n_vocab"_a, "banned"_a, "min_p"_a, released,
+       "Ids and logits of all tokens at least min_p times as probable as the best one of a row at this address, by id.");
 
     m.def("multiply", [](int type, std::pair<int64_t, int64_t> shape, const Bytes & weights, std::vector<float> activations,
                          int64_t n_matrices, std::vector<int32_t> experts, int n_threads, bool repack, bool fast) {

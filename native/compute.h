@@ -71,4 +71,11 @@ using TopRow = std::tuple<std::vector<int32_t>, std::vector<float>, double, std:
 TopRow top(
     const float * logits, size_t n_vocab, size_t k, std::vector<int32_t> banned, bool sums, double temperature = 0);
 
+// The token that llama.cpp draws from a row of logits with this random number from 0 to 1, if no sampler but a temperature comes before.
+int32_t draw(const float * logits, size_t n_vocab, const std::vector<int32_t> & banned, float temperature, double number);
+
+// Ids and logits of all tokens that are at least `min_p` times as probable as the best one, as llama.cpp selects them, by id.
+std::pair<std::vector<int32_t>, std::vector<float>> likely(
+    const float * logits, size_t n_vocab, const std::vector<int32_t> & banned, float min_p);
+
 }  // namespace ggpipe

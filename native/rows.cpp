@@ -17,6 +17,12 @@ bool any_above(const float * block, float least) {
     for (size_t i = 0; i < kBlock; i++) above |= block[i] > least;
     return above != 0;
 }
+
+std::vector<float> without(const float * logits, size_t n_vocab, const std::vector<int32_t> & banned) {
+    std::vector<float> row(logits, logits + n_vocab);
+    for (const int32_t id : banned) row[id] = -INFINITY;
+    return row;
+}
 }  // namespace
 
 TopRow top(
@@ -74,6 +80,38 @@ TopRow top(
     log_sum_exp = double(max) * scale + std::log(sum);
     for (double & share : below) share /= sum;
     return row;
+}
+
+int32_t draw(const float * logits, size_t n_vocab, const std::vector<int32_t> & banned, float temperature, double number) {
+    std::vector<float> row = without(logits, n_vocab, banned);
+    for (float & logit : row) logit /= temperature;
+    const float max = *std::max_element(row.begin(), row.end());
+    double sum = 0;
+    for (float & x : row) {
+        x = expf(x - max);
+        sum += x;
+    }
+    const double wanted = sum * number;
+    double reached = 0;
+    for (size_t i = 0; i < n_vocab; i++) {
+        reached += row[i];
+        if (reached >= wanted) return i;
+    }
+    return n_vocab - 1;
+}
+
+std::pair<std::vector<int32_t>, std::vector<float>> likely(
+        const float * logits, size_t n_vocab, const std::vector<int32_t> & banned, float min_p) {
+    const std::vector<float> row = without(logits, n_vocab, banned);
+    const float least = *std::max_element(row.begin(), row.end()) + logf(min_p);
+    std::pair<std::vector<int32_t>, std::vector<float>> found;
+    for (size_t i = 0; i < n_vocab; i++) {
+        if (row[i] >= least) {
+            found.first.push_back(i);
+            found.second.push_back(row[i]);
+        }
+    }
+    return found;
 }
 
 }  // namespace ggpipe

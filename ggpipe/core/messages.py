@@ -36,6 +36,8 @@ class LogitsKind(enum.IntEnum):
     TOP = 0  # the n best; n = 1 is the argmax
     FULL = 1  # all of them
     HIDDEN = 2  # nothing: the last hidden state is wanted, which they are made of
+    LIKELY = 3  # all that are at least `min_p` times as probable as the best one, by id
+    DRAWN = 4  # the one that `number` draws at the temperature `temp`
 
 
 class LogitsRequest(msgspec.Struct, frozen=True):
@@ -54,6 +56,9 @@ class LogitsRequest(msgspec.Struct, frozen=True):
     """Positions after the row whose logits are wanted, of a head that drafts a block at a time. It does not travel."""
     temp: float = 0.0
     """Above 0: the log-sum-exp is that of the logits divided by it, and `RowLogits.below` is needed."""
+    min_p: float = 0.0
+    number: float = 0.0
+    """A random number, from 0 to 1."""
 
 
 class StateRef(msgspec.Struct, frozen=True):
@@ -127,8 +132,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowLogits(msgspec.Struct, frozen=True):
-    """What came back for one row: token ids (best first, then those of `LogitsRequest.also`) with their logits; FULL:
-    logits of all ids in order; HIDDEN: the last hidden state."""
+    """What came back for one row: token ids with their logits (best first, then those of `LogitsRequest.also`; LIKELY:
+    in order); FULL: logits of all ids in order; HIDDEN: the last hidden state."""
 
     row: int
     ids: tuple[int, ...] | None

@@ -31,6 +31,7 @@ from ggpipe.core.events import Finished
 from ggpipe.core.kv.radix_tree import Prefix
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Restore, Save
 from ggpipe.core.prefixes import PrefixDone, RestorePrefix, SavePrefix
+from ggpipe.core.random_numbers import RandomNumbers
 from ggpipe.core.request import Counters, DraftCheck, Finish, Request
 from ggpipe.core.tree import Node, Tree
 
@@ -236,6 +237,7 @@ class RequestState(SequenceState):
     """The run and row from whose logits each accepted token was sampled."""
     n_drawn: int = field(init=False)
     """Random numbers that were taken for it so far, where tokens are drawn with them."""
+    numbers: RandomNumbers | None = None
     n_weighed: int = 0
     """Accepted tokens from whose pace it was learned which draft models pay."""
     drafters: RequestDrafters
@@ -255,7 +257,9 @@ class RequestState(SequenceState):
         SequenceState.__post_init__(self)
         self.n_predict = self.request.n_predict
         self.is_async = self.request.speculation.mode == "async"
-        self.n_drawn = self.request.drawing.n_drawn if self.request.drawing is not None else 0
+        self.n_drawn = 0
+        if (drawing := self.request.drawing) is not None:
+            self.n_drawn, self.numbers = drawing.n_drawn, RandomNumbers(drawing.seed)
 
     @property
     def over(self) -> Finished:
@@ -321,6 +325,8 @@ class RequestState(SequenceState):
             return self.logits_request if position in self.request.wanted else None
         if self.request.logits_request_grows and self.logits_request.kind is LogitsKind.TOP:
             return structs.replace(self.logits_request, n=self.logits_request.n + depth)
+        if self.logits_request.kind is LogitsKind.DRAWN and self.numbers is not None:
+            return structs.replace(self.logits_request, number=self.numbers[self.n_drawn + depth])
         return self.logits_request
 
     def begin(self, n_ctx: int, look_ahead: int) -> BeginDrafting:

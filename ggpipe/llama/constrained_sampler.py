@@ -51,6 +51,7 @@ class ConstrainedSampler:
 
     def __init__(self, own: Sampler, grammar: Grammar) -> None:
         """`own`: the sampler of the same request, which knows its prompt."""
+        own.see_rows()
         self._own = own
         self._grammar = grammar
         self._is_closed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,6 +174,21 @@ class LlamaBatch:
     def read_tokens(self) -> None:
         """Rows read their tokens only, as they do until `read_states`."""
         self.struct.embd, self.struct.token = None, self._tokens
+
+
+def row_of(row: int, logits: NDArray[np.float32], logits_request: LogitsRequest, first: int = 0) -> RowLogits:
+    """What a request brings of a row's logits. `first`: as in `best_of`."""
+    at, n_tokens, banned = logits.ctypes.data, len(logits), logits_request.banned
+    match logits_request.kind:
+        case LogitsKind.TOP:
+            return best_of(row, logits, logits_request, first)
+        case LogitsKind.LIKELY:
+            ids, likely = native.likely(at, n_tokens, banned, logits_request.min_p)
+            return RowLogits(row, tuple(ids), tuple(likely), math.nan)
+        case LogitsKind.DRAWN:
+            id = native.draw(at, n_tokens, banned, logits_request.temp, logits_request.number)
+            return RowLogits(row, (id,), (float(logits[id]),), math.nan)
+    return whole_row(row, logits, logits_request)
 
 
 def whole_row(row: int, logits: NDArray[np.float32], logits_request: LogitsRequest) -> RowLogits:

@@ -61,15 +61,16 @@ class Sampler:
         windows = {"penalties": config.repeat_last_n, "dry": config.dry_penalty_last_n}
         windows = {name: n_ctx if n < 0 else min(n, n_ctx) for name, n in windows.items()}
         self._vocab, self._windows = vocab, windows
+        self._sees_rows = False
         n_seen = max((windows[name] for name in config.active_samplers if name in windows), default=0)
         self._window: collections.deque[int] = collections.deque(maxlen=n_seen)
-        self._logits_request = None if n_seen else self._wanted()
         self._chain: Any = None
         if not config.greedy or config.penalizes:
             self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
             self._draw = _drawing(config, vocab, self.seed)
             for sampler in (*_filters(config, vocab, windows, self.seed), self._draw):
                 lib.llama_sampler_chain_add(self._chain, sampler)
+        self._logits_request = None if n_seen else self._wanted()
 
     @property
     def drawing(self) -> Drawing | None:
@@ -102,6 +103,11 @@ class Sampler:
         """
         return self._logits_request or self._wanted()
 
+    def see_rows(self) -> None:
+        """Ask for rows from which other tokens than the drawn one can be taken."""
+        self._sees_rows = True
+        self._logits_request = None if self._window.maxlen else self._wanted()
+
     def _wanted(self) -> LogitsRequest:
         n, banned = self._n_vocab, () if self._shows_model else self.banned
         if self._config.n_best is not None:
@@ -110,8 +116,19 @@ class Sampler:
             is_limited = self._config.reasoning_marks is not None  # a token that is written may be any
             n = self._n_vocab if is_limited else max(n, self._config.n_probs, _LEAST_FOR_SUM)
         if n + len(banned) >= self._n_vocab:
-            return LogitsRequest(LogitsKind.FULL, banned=banned)
+            return self._selection() or LogitsRequest(LogitsKind.FULL, banned=banned)
         return LogitsRequest(LogitsKind.TOP, n, banned, sums=self._shows_model, also=self._raised)
+
+    def _selection(self) -> LogitsRequest | None:
+        """What the last rank can do of the sampling, which then needs few tokens of the row; None: nothing."""
+        config, active = self._config, self._config.active_samplers
+        if self._sees_rows or self.drawing is None or self._biases or config.n_probs:
+            return None
+        if active[:1] == ("min_p",) and config.min_keep <= 1:
+            return LogitsRequest(LogitsKind.LIKELY, banned=self.banned, sums=False, min_p=config.min_p)
+        if set(active) <= {"temperature"} and config.dynatemp_range <= 0:
+            return LogitsRequest(LogitsKind.DRAWN, banned=self.banned, sums=False, temp=config.temp if active else 1.0)
+        return None
 
     @property
     def logits_request_grows(self) -> bool:

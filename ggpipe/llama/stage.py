@@ -26,11 +26,12 @@ from ggpipe.llama.layer_inputs import LayerInputs, own_layers
 from ggpipe.llama.layers import OnProgress, apply_loras, load_layers
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native, start
 from ggpipe.llama.noise import Noise
-from ggpipe.llama.params import LlamaBatch, best_of, context_params, hidden_states, whole_row
+from ggpipe.llama.params import LlamaBatch, context_params, hidden_states, row_of, whole_row
 from ggpipe.llama.row_filter import RowFilter, with_dropped
 from ggpipe.llama.sequence_states import SequenceStates
 
 _NO_RUN = 0  # an id that no run has
+_OF_WHOLE_ROWS = (LogitsKind.LIKELY, LogitsKind.DRAWN)  # which parts of a group cannot select by themselves
 _DIFFER_IN_COMPANY = ("qwen4exp", "minimax-01")
 """Architectures whose exact rows were found to depend on other sequences by more than the order of KV cells."""
 
@@ -350,24 +351,22 @@ class Stage:
         for i, logits_request in asking:
             if logits_request.kind is LogitsKind.HIDDEN:
                 continue
-            if self.group and (logits_request.keeps or logits_request.also):
+            if self.group and (logits_request.keeps or logits_request.also or logits_request.kind in _OF_WHOLE_ROWS):
                 logits_request = structs.replace(logits_request, kind=LogitsKind.FULL)
             logits_requests.append(logits_request)
             own = structs.replace(
                 logits_request, banned=tuple(id - first for id in logits_request.banned if first <= id < first + n_own)
             )
             logits = self._logits(i)[first : first + n_own]
-            found.append(
-                whole_row(i, logits, own) if logits_request.kind is LogitsKind.FULL else best_of(i, logits, own, first)
-            )
+            found.append(row_of(i, logits, own, first))
         if self.group and logits_requests:
             found = together(self.group, columns, logits_requests, found)
             self._check_run()
             self._gathered = {row.row: row for row in found if row.ids is None}
             asked = [run.logits_requests[run.rows[row.row].logits_request] for row in found]
             found = [
-                best_of(row.row, row.logits, logits_request)
-                if row.ids is None and logits_request.kind is LogitsKind.TOP
+                row_of(row.row, row.logits, logits_request)
+                if row.ids is None and logits_request.kind is not LogitsKind.FULL
                 else row
                 for row, logits_request in zip(found, asked, strict=True)
             ]

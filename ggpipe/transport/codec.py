@@ -34,14 +34,14 @@ from ggpipe.core.messages import (
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 15
+VERSION = 16
 # version, flags, spans, logits requests, run, first run of kept rows, rows, operations, sequence ids of all rows, ids
 # that wants name, numbers of what is to be saved or restored, bytes of the mask of dropped rows, which comes last
 _RUN = struct.Struct("<BBHIqqIIIIII")
 _MASK_BYTES, _MASK_BYTES_AT = struct.Struct("<I"), _RUN.size - 4
 _OP = struct.Struct("<Biiii")
-# kind, keeps, sums, n, banned ids, other ids, temperature
-_LOGITS_REQUEST = struct.Struct("<B??IIId")
+# kind, keeps, sums, n, banned ids, other ids, temperature, min-p, random number
+_LOGITS_REQUEST = struct.Struct("<B??IIIddd")
 _SPAN = struct.Struct("<idddqI")
 # version, flags, spans, run, rows
 _RESULT = struct.Struct("<BBHqI")
@@ -79,7 +79,7 @@ def run_header(run: Run) -> bytes:
                   len(seqs), len(named), len(save), 0),
         *(_OP.pack(op.kind, op.seq, op.dst, op.p0, op.p1) for op in run.ops),
         *(
-            _LOGITS_REQUEST.pack(r.kind, r.keeps, r.sums, r.n, len(r.banned), len(r.also), r.temp)
+            _LOGITS_REQUEST.pack(r.kind, r.keeps, r.sums, r.n, len(r.banned), len(r.also), r.temp, r.min_p, r.number)
             for r in run.logits_requests
         ),
         pack_ints(named), pack_ints(table), pack_ints(seqs), pack_ints(save),
@@ -125,9 +125,9 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         at += n_logits_requests * _LOGITS_REQUEST.size
         named = iter(read_ints(view, at, n_named))
         at += 4 * n_named
-        for kind, keeps, sums, n, n_banned, n_also, temp in heads:
+        for kind, keeps, sums, n, n_banned, n_also, *numbers in heads:
             banned, also = tuple(itertools.islice(named, n_banned)), tuple(itertools.islice(named, n_also))
-            logits_requests.append(LogitsRequest(LogitsKind(kind), n, banned, keeps, sums, also, temp=temp))
+            logits_requests.append(LogitsRequest(LogitsKind(kind), n, banned, keeps, sums, also, 1, *numbers))
     table = read_ints(view, at, 5 * n_rows)
     at += 20 * n_rows
     seqs = read_ints(view, at, n_seqs)

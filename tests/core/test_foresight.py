@@ -11,8 +11,9 @@ import pytest
 from support.draft_steps import Draft
 
 from ggpipe.core.draft_messages import Drawing
-from ggpipe.core.drafters.foresight import Foresight, Mixture, RandomNumbers
+from ggpipe.core.drafters.foresight import Foresight, Mixture
 from ggpipe.core.messages import RowLogits
+from ggpipe.core.random_numbers import RandomNumbers
 
 SORTED = (("top_k", 40.0), ("temperature", 1.0))
 BY_ID = (("min_p", 0.01), ("temperature", 1.0))

@@ -87,7 +87,7 @@ def test_drafters_that_pause_at_any_time_change_no_text(scenario: Scenario, rng:
 def test_a_chain_that_is_always_right_moves_no_cells(scenario: Scenario, n_predict: int) -> None:
     first, limits = scenario.requests[0], replace(scenario.limits, n_ctx=60, partial_prefixes=True)
     assert isinstance(first, Request)
-    request = changed(first, n_predict=n_predict, speculation=first.speculation.as_chain)
+    request = changed(replace(first, adjustments=None), n_predict=n_predict, speculation=first.speculation.as_chain)
     head = play(
         replace(
             scenario,

@@ -57,6 +57,7 @@ SAMPLINGS = {
     "top-k 40": SamplingConfig(temp=0.8, top_k=40, seed=1),
     "top-k 0": SamplingConfig(temp=0.8, top_k=0, seed=2, ignore_eos=True),
     "penalties": SamplingConfig(temp=0.8, seed=3, repeat_penalty=1.2, presence_penalty=0.2),
+    "min-p": SamplingConfig(temp=1.2, top_k=0, top_p=1.0, min_p=0.05, seed=5, ignore_eos=True),
     "all tokens": SamplingConfig(temp=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=4, ignore_eos=True),
 }
 NEAR_TIE = 0.1  # of a row's spread: see test_exact.py

@@ -14,8 +14,9 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.config.samplers import samplers_by_letter
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.draft_messages import Drawing
-from ggpipe.core.drafters.foresight import N_CANDIDATES, Foresight, Mixture, RandomNumbers
+from ggpipe.core.drafters.foresight import N_CANDIDATES, Foresight, Mixture
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
+from ggpipe.core.random_numbers import RandomNumbers
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib
 from ggpipe.llama.params import best_of, whole_row

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 from support.common_sampler import common_chain
 
@@ -16,17 +17,18 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.config.samplers import samplers_by_letter, samplers_by_name
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
+from ggpipe.core.random_numbers import RandomNumbers
 from ggpipe.errors import UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib
-from ggpipe.llama.params import best_of, whole_row
+from ggpipe.llama.params import row_of
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import Vocab
 
 Logits = NDArray[np.float32]
 TALES = Path(__file__).parents[2] / "ggpipe" / "models" / "tales-target.gguf"
 N_CTX, N_STEPS = 256, 200
-TOP, FULL = LogitsKind.TOP, LogitsKind.FULL
+TOP, FULL, LIKELY, DRAWN = LogitsKind.TOP, LogitsKind.FULL, LogitsKind.LIKELY, LogitsKind.DRAWN
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +65,9 @@ class Reference:
         lib.llama_sampler_free(self.chain)
 
 
-def extract(logits: Logits, want: LogitsRequest) -> RowLogits:
-    """What the last stage makes of a row that was asked for."""
-    return whole_row(0, logits, want) if want.kind is FULL else best_of(0, logits, want)
+def extract(logits: Logits, want: LogitsRequest, number: float = 0.0) -> RowLogits:
+    """What the last stage makes of a row that was asked for. `number`: with which a token is drawn."""
+    return row_of(0, logits, structs.replace(want, number=number))
 
 
 def rows(n_vocab: int, seed: int) -> Iterator[Logits]:
@@ -81,7 +83,8 @@ def rows(n_vocab: int, seed: int) -> Iterator[Logits]:
 class Case:
     config: SamplingConfig
     n: Callable[[int], int] | None
-    """Most rows wanted at a step, of how many tokens the penalties look at; None: the whole row."""
+    """How many of the best tokens are wanted at a step, of how many tokens the penalties look at; None: `kind`."""
+    kind: LogitsKind = FULL
 
 
 def order(letters: str, **fields: Any) -> SamplingConfig:
@@ -136,7 +139,22 @@ CASES = {
     "min_p first": Case(order("mket", seed=2, min_p=0.02, repeat_penalty=1.5), lambda seen: 40 + seen),
     "penalties last": Case(order("kpte", seed=2, repeat_penalty=1.5), lambda seen: 40 + seen),
     "penalties behind top_p, greedy": Case(order("kpet", temp=0, repeat_penalty=1.5), lambda seen: 40 + seen),
-    "no samplers": Case(order("", seed=2), None),
+    "no samplers": Case(order("", seed=2), None, DRAWN),
+    "only temperature": Case(SamplingConfig(seed=4, temp=1.3, top_k=0, top_p=1, min_p=0), None, DRAWN),
+    "only temperature, ignore_eos": Case(
+        SamplingConfig(seed=4, temp=0.7, top_k=0, top_p=1, min_p=0, ignore_eos=True), None, DRAWN
+    ),
+    "only temperature, banned": Case(order("t", seed=5, logit_bias=((7, -math.inf), (9, -math.inf))), None, DRAWN),
+    "only temperature, bias": Case(order("t", seed=5, logit_bias=((7, -3.0),)), None),
+    "only temperature, penalties": Case(order("et", seed=5, repeat_penalty=1.5), None),
+    "only dynamic temperature": Case(order("t", seed=2, dynatemp_range=0.6), None),
+    "only min_p": Case(SamplingConfig(seed=6, temp=1.5, top_k=0, top_p=1), None, LIKELY),
+    "only min_p, ignore_eos": Case(order("mt", seed=6, temp=2.0, min_p=0.2, ignore_eos=True), None, LIKELY),
+    "only min_p, penalties behind": Case(order("met", seed=6, repeat_penalty=1.5, min_p=0.01), None, LIKELY),
+    "only min_p, top_p behind": Case(order("mtp", seed=6, temp=2.0, top_p=0.8), None, LIKELY),
+    "only min_p, xtc behind": Case(order("mxt", seed=6, xtc_probability=0.5, xtc_threshold=0.05), None, LIKELY),
+    "only min_p, min_keep": Case(order("mt", seed=6, temp=2.0, min_p=0.5, min_keep=9), None),
+    "min_p behind temperature": Case(order("tm", seed=6, temp=2.0, min_p=0.1), None),
     "dry": Case(SamplingConfig(seed=2, top_k=4, dry_multiplier=2.0, dry_allowed_length=1), lambda seen: 4 + seen),
     "dry, no breakers": Case(
         SamplingConfig(seed=2, top_k=4, dry_multiplier=0.8, dry_allowed_length=1, dry_sequence_breakers=()),
@@ -188,15 +206,16 @@ def test_tokens_are_llama_cpps(name: str, vocab: Vocab) -> None:
     for token in prompt:
         theirs.accept(token)
     tokens, drawn, n_ends = list(prompt), set(), 0
-    for _, row in zip(range(N_STEPS), rows(vocab.n_tokens, seed=len(name)), strict=False):
+    numbers = RandomNumbers(max(config.seed, 0))
+    for place, row in zip(range(N_STEPS), rows(vocab.n_tokens, seed=len(name)), strict=False):
         want = ours.logits_request()
         seen = len(set(tokens[-window:])) if window else 0
-        assert want.kind is (FULL if case.n is None else TOP)
+        assert want.kind is (case.kind if case.n is None else TOP)
         assert want.n == (1 if case.n is None else case.n(seen))
         never = [token for token, bias in config.logit_bias if bias == -math.inf]
         assert set(want.also) == {token for token, bias in config.logit_bias if bias > 0}
         assert set(want.banned) == {*never, *(vocab.end_tokens if config.ignore_eos else ())}
-        token = ours.sample(extract(row, want))
+        token = ours.sample(extract(row, want, numbers[place]))
         assert token == theirs.sample(row)
         tokens.append(token)
         drawn.add(token)
@@ -215,15 +234,15 @@ def test_a_resumed_sampler_draws_as_the_first_one_would(name: str, vocab: Vocab)
     config, prompt = CASES[name].config, [5, 17, 3, 17]
     first = Sampler(config, vocab, N_CTX)
     first.accept(prompt)
-    tokens: list[int] = []
+    tokens, numbers = list[int](), RandomNumbers(max(config.seed, 0))
     for n, row in zip(range(N_STEPS), rows(vocab.n_tokens, seed=len(name)), strict=False):
-        token = first.sample(extract(row, want := first.logits_request()))
+        token = first.sample(extract(row, want := first.logits_request(), numbers[n]))
         if n % 20 == len(name) % 20:
             resumed = Sampler(config, vocab, N_CTX)
             resumed.accept(prompt)
             resumed.resume(tokens)
             assert resumed.logits_request() == want
-            assert resumed.sample(extract(row, want)) == token
+            assert resumed.sample(extract(row, want, numbers[n])) == token
             first.close()
             first = resumed  # the next one goes on from this one's draws
         first.accept((token,))
