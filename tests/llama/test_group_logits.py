@@ -20,6 +20,7 @@ from ggpipe.config.context import ContextConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.llama.group import Group, together
 from ggpipe.llama.libllama import native
+from ggpipe.llama.params import row_of
 
 N_VOCAB = 64
 WANTS = (
@@ -83,10 +84,13 @@ def test_the_best_of_a_models_logits(tmp_path: Path) -> None:
         LogitsRequest(LogitsKind.TOP, 40),
         LogitsRequest(LogitsKind.TOP, 9, banned=(3, 300)),
         LogitsRequest(LogitsKind.TOP, 5, sums=False, also=(0, 200, 383)),
+        LogitsRequest(LogitsKind.LIKELY, banned=(3, 300), min_p=0.3),
+        LogitsRequest(LogitsKind.DRAWN, banned=(3, 300), temp=0.7, number=0.4),
     )
     with Pipeline(path, context=ContextConfig(n_ctx=256, n_seq=4), shares=[(2, 1, 1)]) as pipeline:
         rows = tuple(
-            msgspec.structs.replace(row, logits_request=i % 5 if i >= 12 else -1) for i, row in enumerate(prompt.rows)
+            msgspec.structs.replace(row, logits_request=i % len(wants) if i >= 12 else -1)
+            for i, row in enumerate(prompt.rows)
         )
         first = pipeline.outcome(structs.replace(prompt, rows=rows, logits_requests=wants))
         again = pipeline.outcome(
@@ -99,9 +103,13 @@ def test_the_best_of_a_models_logits(tmp_path: Path) -> None:
     whole = {row.row: row.logits for row in again.rows}
     assert [row.row for row in first.rows] == list(range(12, 20))
     for row in first.rows:
-        want = wants[row.row % 5]
+        want = wants[row.row % len(wants)]
         if row.ids is None:
             np.testing.assert_array_equal(row.logits, whole[row.row])
+            continue
+        if want.kind is not LogitsKind.TOP:
+            expected = row_of(row.row, whole[row.row], want)
+            assert (row.ids, row.logits) == (expected.ids, expected.logits)
             continue
         logits = whole[row.row].copy()
         logits[list(want.banned)] = -np.inf

@@ -99,3 +99,28 @@ def test_the_share_of_smaller_ids(temperature: float) -> None:
     shares = np.exp(scaled - np.logaddexp.reduce(scaled))
     assert below == pytest.approx([shares[:id].sum() for id in ids], abs=1e-6)
     assert native.top(row.ctypes.data, len(row), 9, banned)[3] == []
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_draws_are_spread_as_the_probabilities(temperature: float) -> None:
+    row = np.random.default_rng(3).standard_normal(30).astype(np.float32)
+    banned = [0, 17, 29]
+    scaled = row.astype(np.float64) / temperature
+    scaled[banned] = -np.inf
+    ends = np.exp(scaled - np.logaddexp.reduce(scaled)).cumsum()
+    for number in np.random.default_rng(4).random(300):
+        token = native.draw(row.ctypes.data, len(row), banned, temperature, number)
+        assert token == np.searchsorted(ends, number)
+
+
+def test_draws_at_the_ends() -> None:
+    row = np.array([1.0, 2.0, -np.inf, 3.0], np.float32)
+    assert native.draw(row.ctypes.data, 4, [], 1.0, 0.0) == 0
+    assert native.draw(row.ctypes.data, 4, [3], 1.0, np.nextafter(1.0, 0.0)) == 1
+    assert native.draw(row.ctypes.data, 4, [0, 1], 1.0, 0.5) == 3
+
+
+def test_likely_tokens() -> None:
+    row = np.array([3.0, 1.0, 3.0, 3.0 + np.log(0.5), 9.0, -np.inf], np.float32)
+    assert native.likely(row.ctypes.data, 6, [4], 0.5) == ([0, 2, 3], row[[0, 2, 3]].tolist())
+    assert native.likely(row.ctypes.data, 6, [], 1.0) == ([4], [9.0])
