@@ -1,10 +1,12 @@
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <utility>
 
 #include "compute.h"
+#include "vectors.h"
 
 namespace ggpipe {
 
@@ -18,10 +20,82 @@ bool any_above(const float * block, float least) {
     return above != 0;
 }
 
+// ---- vectors that every CPU has ------------------------------------------------------------------------------
+constexpr int kLanes = 4;
+using F = Floats<kLanes>;
+using I = Ints<kLanes>;
+
+GGPIPE_INLINE inline F loaded(const float * from) {
+    F x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+// e^x for x of at most 0, within 3e-7 of it.
+GGPIPE_INLINE inline F exponential(F x) {
+    constexpr float kRounds = 1.5f * (1 << 23), kLowest = -125;
+    x *= 1.44269504f;
+    x = x < kLowest - 1 ? kLowest - 1 + F{} : x;
+    const F shifted = x + kRounds, exponent = shifted - kRounds, rest = x - exponent;
+    F p = 1.54035304e-4f * rest + 1.33335581e-3f;
+    p = p * rest + 9.61812911e-3f;
+    p = p * rest + 5.55041087e-2f;
+    p = p * rest + 2.40226507e-1f;
+    p = p * rest + 6.93147181e-1f;
+    p = p * rest + 1;
+    return (F) (((I) p + ((I) shifted << 23)) & (exponent >= kLowest));
+}
+
+// Of e^((x - max) * scale) for n numbers, within 1e-6 of it.
+double sum_of_exponentials(const float * x, size_t n, float max, float scale) {
+    constexpr size_t kVectors = 64;
+    double total = 0;
+    while (n >= kLanes) {
+        F sum{};
+        for (size_t i = 0; i < kVectors && n >= kLanes; i++, x += kLanes, n -= kLanes) sum += exponential((loaded(x) - max) * scale);
+        for (int lane = 0; lane < kLanes; lane++) total += sum[lane];
+    }
+    for (size_t i = 0; i < n; i++) total += std::exp((x[i] - max) * scale);
+    return total;
+}
+
+float greatest(const std::vector<float> & row) {
+    size_t i = 0;
+    F most = -INFINITY + F{};
+    for (; i + kLanes <= row.size(); i += kLanes) {
+        const F x = loaded(&row[i]);
+        most = x > most ? x : most;
+    }
+    float max = -INFINITY;
+    for (int lane = 0; lane < kLanes; lane++) max = std::max(max, most[lane]);
+    for (; i < row.size(); i++) max = std::max(max, row[i]);
+    return max;
+}
+
 std::vector<float> without(const float * logits, size_t n_vocab, const std::vector<int32_t> & banned) {
     std::vector<float> row(logits, logits + n_vocab);
-    for (const int32_t id : banned) row[id] = -INFINITY;
+    for (const int32_t id : banned) {
+        if (size_t(id) < n_vocab) row[id] = -INFINITY;
+    }
     return row;
+}
+
+// The token that llama.cpp draws, with its arithmetic.
+int32_t drawn_exactly(std::vector<float> row, float temperature, double number) {
+    for (float & logit : row) logit /= temperature;
+    const float max = greatest(row);
+    double sum = 0;
+    for (float & x : row) {
+        x = expf(x - max);
+        sum += x;
+    }
+    const double wanted = sum * number;
+    double reached = 0;
+    for (size_t i = 0; i < row.size(); i++) {
+        reached += row[i];
+        if (reached >= wanted) return i;
+    }
+    return row.size() - 1;
 }
 }  // namespace
 
@@ -61,54 +135,73 @@ TopRow top(
     if (!sums || k <= 1 || best.empty()) return row;
     const float max = best[0].first;
     const float scale = temperature > 0 ? float(1 / temperature) : 1.0f;
-    std::vector<size_t> order;  // of the best ones, by id
+    double sum = 0;
+    size_t from = 0;
+    const auto add_up_to = [&](size_t to) {
+        if (to > from) sum += sum_of_exponentials(logits + from, to - from, max, scale);
+        from = std::max(from, to);
+    };
+    auto next = std::lower_bound(banned.begin(), banned.end(), 0);
+    const auto add_allowed_up_to = [&](size_t to) {
+        while (next != banned.end() && *next < int32_t(to)) {
+            add_up_to(*next);
+            from = std::max(from, size_t(*next++) + 1);
+        }
+        add_up_to(to);
+    };
     if (temperature > 0) {
-        order.resize(ids.size());
+        std::vector<size_t> order(ids.size());  // of the best ones, by id
         std::iota(order.begin(), order.end(), size_t(0));
         std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return ids[a] < ids[b]; });
         below.resize(ids.size());
+        for (const size_t i : order) {
+            add_allowed_up_to(ids[i]);
+            below[i] = sum;
+        }
     }
-    double sum = 0;
-    auto next = banned.begin();
-    auto reached = order.begin();
-    for (size_t i = 0; i < n_vocab; i++) {
-        while (next != banned.end() && *next < int32_t(i)) ++next;
-        if (next != banned.end() && *next == int32_t(i)) continue;
-        if (reached != order.end() && ids[*reached] == int32_t(i)) below[*reached++] = sum;
-        sum += std::exp((logits[i] - max) * scale);
-    }
+    add_allowed_up_to(n_vocab);
     log_sum_exp = double(max) * scale + std::log(sum);
     for (double & share : below) share /= sum;
     return row;
 }
 
 int32_t draw(const float * logits, size_t n_vocab, const std::vector<int32_t> & banned, float temperature, double number) {
-    std::vector<float> row = without(logits, n_vocab, banned);
-    for (float & logit : row) logit /= temperature;
-    const float max = *std::max_element(row.begin(), row.end());
+    constexpr size_t kPart = 1024;
+    const std::vector<float> row = without(logits, n_vocab, banned);
+    const float max = greatest(row), scale = 1 / temperature;
+    std::vector<double> ends;  // of parts
     double sum = 0;
-    for (float & x : row) {
-        x = expf(x - max);
-        sum += x;
+    for (size_t from = 0; from < n_vocab; from += kPart) {
+        sum += sum_of_exponentials(&row[from], std::min(kPart, n_vocab - from), max, scale);
+        ends.push_back(sum);
     }
-    const double wanted = sum * number;
-    double reached = 0;
-    for (size_t i = 0; i < n_vocab; i++) {
-        reached += row[i];
-        if (reached >= wanted) return i;
+    // how far a token's place may be from where llama.cpp's rounding has it: that of logits divided by the temperature weighs most
+    const double tolerance = sum * (2e-6 + 4e-7 * (std::abs(max) * scale + 30)), wanted = sum * number;
+    const size_t part = std::lower_bound(ends.begin(), ends.end(), wanted) - ends.begin();
+    double reached = part ? ends[part - 1] : 0;
+    for (size_t i = part * kPart; i < std::min((part + 1) * kPart, n_vocab); i++) {
+        const double before = reached;
+        reached += std::exp((row[i] - max) * scale);
+        if (reached < wanted) continue;
+        if (before + tolerance < wanted && wanted + tolerance < reached) return i;
+        break;
     }
-    return n_vocab - 1;
+    return drawn_exactly(row, temperature, number);
 }
 
 std::pair<std::vector<int32_t>, std::vector<float>> likely(
         const float * logits, size_t n_vocab, const std::vector<int32_t> & banned, float min_p) {
     const std::vector<float> row = without(logits, n_vocab, banned);
-    const float least = *std::max_element(row.begin(), row.end()) + logf(min_p);
+    const float least = greatest(row) + logf(min_p);
     std::pair<std::vector<int32_t>, std::vector<float>> found;
-    for (size_t i = 0; i < n_vocab; i++) {
-        if (row[i] >= least) {
-            found.first.push_back(i);
-            found.second.push_back(row[i]);
+    for (size_t from = 0; from < n_vocab; from += kBlock) {
+        const size_t to = std::min(from + kBlock, n_vocab);
+        if (to - from == kBlock && !any_above(&row[from], std::nextafter(least, -INFINITY))) continue;
+        for (size_t i = from; i < to; i++) {
+            if (row[i] >= least) {
+                found.first.push_back(i);
+                found.second.push_back(row[i]);
+            }
         }
     }
     return found;
