@@ -117,7 +117,7 @@ def test_a_command(command: str, tmp_path: Path) -> None:
     places = {"-m": TARGET, "-md": DRAFT, "-f": ROOT / "prompts" / "tale.txt", "--hostfile": hosts_for_three(tmp_path)}
     places["--prompt-cache"] = tmp_path / "prompt.cache"
     start = run if command in GENERATE else in_process.ggpipe_on_threads
-    result = start(*put_in(shlex.split(command)[1:], places), "-n", 8, "-t", 1)
+    result = start(*put_in(shlex.split(command)[1:], places), "-n", 8, "-t", 1, "--seed", 1)
     assert result.returncode == 0, result.stderr
     is_held = not {"--grammar", "-j"}.isdisjoint(shlex.split(command))  # to a form, which may be a short one
     assert len(result.stdout) > (1 if is_held else 10)

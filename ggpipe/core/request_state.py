@@ -235,7 +235,7 @@ class RequestState(SequenceState):
     """Accepted tokens; their number is the epoch."""
     sampled_from: list[tuple[int, int]] = field(default_factory=list)
     """The run and row from whose logits each accepted token was sampled."""
-    n_drawn: int = field(init=False)
+    n_drawn: int = 0
     """Random numbers that were taken for it so far, where tokens are drawn with them."""
     numbers: RandomNumbers | None = None
     n_weighed: int = 0
@@ -257,7 +257,6 @@ class RequestState(SequenceState):
         SequenceState.__post_init__(self)
         self.n_predict = self.request.n_predict
         self.is_async = self.request.speculation.mode == "async"
-        self.n_drawn = 0
         if (drawing := self.request.drawing) is not None:
             self.n_drawn, self.numbers = drawing.n_drawn, RandomNumbers(drawing.seed)
 
@@ -368,7 +367,8 @@ class RequestState(SequenceState):
         if (logits := self.tree.root.logits) is not None:
             self.sampled_from.append((self.tree.root.run, logits.row))
         self.drafters.judge(token, self.counters)
-        dead = self.tree.advance(token)
+        # After a second draw, the last rank has drawn tokens ahead with numbers that are not theirs.
+        dead = self.tree.advance(token, afresh=n_draws > 1 and self.logits_request.kind is LogitsKind.DRAWN)
         self.drafters.advanced(dead, self.epoch)
         root = self.tree.root
         if root.submitted:

@@ -29,6 +29,7 @@ from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import Vocab
 
 _LEAST, _MORE = 128, 4  # candidates that the last rank sends: at least, and times those of the sampler alone
+_WHOLE_ROWS = 16  # that follow one that was needed, where the last rank selects tokens of others
 _MOST_NAMED = 2048  # tokens that fit, and are asked for by their names
 
 
@@ -51,7 +52,6 @@ class ConstrainedSampler:
 
     def __init__(self, own: Sampler, grammar: Grammar) -> None:
         """`own`: the sampler of the same request, which knows its prompt."""
-        own.see_rows()
         self._own = own
         self._grammar = grammar
         self._is_closed = False
@@ -65,6 +65,8 @@ class ConstrainedSampler:
         """That was at this place of the text."""
         self._is_steady = False
         """Whether the last two lists were the same."""
+        self._n_whole = 0
+        """For how many tokens more whole rows are asked for in any case, since one was needed."""
         self._fitting_token: int | None = None
         """The token that was drawn last, until it is accepted."""
         self._asked: tuple[LogitsRequest, frozenset[int] | None, LogitsRequest] | None = None
@@ -92,8 +94,10 @@ class ConstrainedSampler:
         after them as well.
         """
         logits_request = self._own.logits_request()
-        if logits_request.kind is LogitsKind.FULL:
-            return logits_request
+        if logits_request.kind is not LogitsKind.TOP:
+            if self._n_whole:
+                return LogitsRequest(LogitsKind.FULL, banned=logits_request.banned)
+            return structs.replace(logits_request, keeps=logits_request.kind is not LogitsKind.FULL)
         if self._is_narrow and not self._is_steady:
             self._list()
         named = self._listed if self._is_narrow else None
@@ -138,9 +142,10 @@ class ConstrainedSampler:
                 self._fitting_token = token
                 return Drawn(token)
         self._is_rejected = True
-        fitting = self._fitting(row)
+        is_selected = self._own.logits_request().kind is not LogitsKind.TOP
+        fitting = self._fitting(row) if row.ids is None or not is_selected else None
         if fitting is None:
-            self._is_narrow = True
+            self._is_narrow, self._n_whole = not is_selected, _WHOLE_ROWS
             return None
         self._is_rejected = False
         if not np.isfinite(fitting.logits).any():
@@ -159,7 +164,7 @@ class ConstrainedSampler:
     def _without_grammar(self, row: RowLogits) -> RowLogits:
         """What the last rank would have sent of this row without the grammar."""
         logits_request = self._own.logits_request()
-        if row.ids is None or len(row.ids) == logits_request.n:
+        if row.ids is None or len(row.ids) == logits_request.n or logits_request.kind is not LogitsKind.TOP:
             return row
         others = (
             [place for place in range(logits_request.n, len(row.ids)) if row.ids[place] in logits_request.also]
@@ -196,7 +201,7 @@ class ConstrainedSampler:
         best = self._grammar.best(logits, n)
         masked = np.full_like(logits, -np.inf)
         masked[best] = logits[best]
-        if logits_request.kind is LogitsKind.FULL:
+        if logits_request.kind is not LogitsKind.TOP:
             return structs.replace(row, logits=masked)
         order = np.lexsort((best, -logits[best]))
         ids = best[order][:n]
@@ -217,6 +222,7 @@ class ConstrainedSampler:
             elif not self._grammar.accept(token):
                 raise NoTokenFits
             self._fitting_token, self._is_up_to_date = None, False
+            self._n_whole = max(self._n_whole - 1, 0)
             self.draft_check.accept(token)
             self._own.accept((token,))
 

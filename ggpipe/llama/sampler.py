@@ -61,7 +61,6 @@ class Sampler:
         windows = {"penalties": config.repeat_last_n, "dry": config.dry_penalty_last_n}
         windows = {name: n_ctx if n < 0 else min(n, n_ctx) for name, n in windows.items()}
         self._vocab, self._windows = vocab, windows
-        self._sees_rows = False
         n_seen = max((windows[name] for name in config.active_samplers if name in windows), default=0)
         self._window: collections.deque[int] = collections.deque(maxlen=n_seen)
         self._chain: Any = None
@@ -103,11 +102,6 @@ class Sampler:
         """
         return self._logits_request or self._wanted()
 
-    def see_rows(self) -> None:
-        """Ask for rows from which other tokens than the drawn one can be taken."""
-        self._sees_rows = True
-        self._logits_request = None if self._window.maxlen else self._wanted()
-
     def _wanted(self) -> LogitsRequest:
         n, banned = self._n_vocab, () if self._shows_model else self.banned
         if self._config.n_best is not None:
@@ -122,7 +116,7 @@ class Sampler:
     def _selection(self) -> LogitsRequest | None:
         """What the last rank can do of the sampling, which then needs few tokens of the row; None: nothing."""
         config, active = self._config, self._config.active_samplers
-        if self._sees_rows or self.drawing is None or self._biases or config.n_probs:
+        if self.drawing is None or self._biases or config.n_probs:
             return None
         if active[:1] == ("min_p",) and config.min_keep <= 1:
             return LogitsRequest(LogitsKind.LIKELY, banned=self.banned, sums=False, min_p=config.min_p)

@@ -27,6 +27,11 @@ from ggpipe.errors import SettingError, UsageError
 from ggpipe.stats.records import RequestStats
 
 PROMPT = "Once upon a time"
+SELECTED = (
+    SamplingConfig(temp=1.0, seed=11, top_k=0, top_p=1.0, min_p=0.0),
+    SamplingConfig(temp=1.5, seed=12, top_k=0, top_p=1.0, min_p=0.05),
+)
+"""The last rank selects tokens of its rows."""
 MODES = (
     SpeculationConfig(mode="iterative"),
     SpeculationConfig(mode="speculative", n_draft=4, n_parallel=2, n_seq=4),
@@ -64,6 +69,18 @@ def test_texts_are_right_and_the_same_in_every_mode(name: str, session: Session)
     assert len(texts) == 1
     if stats[0].finish is Finish.END_OF_TEXT:
         assert GRAMMARS[name].is_right(texts.pop())
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("sampling", SELECTED, ids=["drawn there", "min-p"])
+def test_texts_are_those_of_whole_rows(name: str, sampling: SamplingConfig, session: Session) -> None:
+    """Where the last rank selects tokens that may not fit."""
+    prompt, sampling = session.tokenize(PROMPT), replace(sampling, grammar=GRAMMARS[name].grammar)
+    whole = session.submit(asked(prompt, replace(sampling, n_probs=1), 90, MODES[0]))
+    (text,) = answered(session, [whole])
+    requests = [session.submit(asked(prompt, sampling, 90, mode)) for mode in MODES]
+    assert answered(session, requests) == [text] * len(MODES)
+    assert {request.continued.redrawn for request in requests} == {whole.continued.redrawn}
 
 
 def test_requests_with_different_grammars_share_the_pipeline(session: Session) -> None:
@@ -127,8 +144,9 @@ def test_draft_tokens_that_do_not_fit_are_not_submitted(session: Session) -> Non
     assert stats.counters.submitted_tokens == 0
 
 
-def test_a_resumed_request_goes_on_as_before(session: Session) -> None:
-    sampling = SamplingConfig(temp=1.0, seed=4, grammar=GRAMMARS["words"].grammar)
+@pytest.mark.parametrize("own", [SamplingConfig(temp=1.0), *SELECTED], ids=["default", "drawn there", "min-p"])
+def test_a_resumed_request_goes_on_as_before(own: SamplingConfig, session: Session) -> None:
+    sampling = replace(own, seed=4, grammar=GRAMMARS["words"].grammar)
     prompt = session.tokenize(PROMPT)
     whole = session.submit(asked(prompt, sampling, 40))
     answered(session, [whole])

@@ -15,11 +15,12 @@ from support.grammars import GRAMMARS, guided
 
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
+from ggpipe.core.random_numbers import RandomNumbers
 from ggpipe.llama.constrained_sampler import ConstrainedSampler, NoTokenFits
 from ggpipe.llama.gbnf_grammar import GbnfGrammar
 from ggpipe.llama.guided_grammar import GuidanceVocab
 from ggpipe.llama.libllama import lib
-from ggpipe.llama.params import best_of, whole_row
+from ggpipe.llama.params import row_of, whole_row
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import Vocab
 
@@ -77,6 +78,7 @@ class Rank:
         self.n_fetched = 0
         self._drafts = drafts
         self._before: LogitsRequest | None = None
+        self._numbers, self._n_drawn = RandomNumbers(sampler.seed), 0
 
     def draw(self, logits: Logits) -> tuple[int, bool]:
         own = want = self.sampler.logits_request()
@@ -84,14 +86,15 @@ class Rank:
         if self._drafts and (before := self._before) is not None:
             want = structs.replace(before, n=before.n + self.sampler.logits_request_grows) if before.keeps else before
         self._before = own
-        assert want.keeps is (want.kind is LogitsKind.TOP)
+        assert want.keeps is (want.kind is not LogitsKind.FULL)
         whole = whole_row(0, logits, want)
-        drawn = self.sampler.sample(best_of(0, logits, want) if want.keeps else whole)
+        drawn = self.sampler.sample(row_of(0, logits, structs.replace(want, number=self._numbers[self._n_drawn])))
         if drawn is None:
             assert want.keeps
             self.n_fetched += 1
             drawn = self.sampler.sample(whole)
         assert drawn is not None
+        self._n_drawn += 1 + drawn.is_second
         return drawn.token, drawn.is_second
 
 
@@ -115,6 +118,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "greedy": {"temp": 0.0},
     "penalties": {"repeat_penalty": 1.3, "presence_penalty": 0.5},
     "all": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "min-p": {"temp": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.02},
     "no end": {"ignore_eos": True},
     "others": {"top_k": 12, "typical_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.05},
     "mirostat": {"mirostat": 2},
