@@ -141,7 +141,8 @@ class RowLogits(msgspec.Struct, frozen=True):
     """TOP: floats, as many as ids. FULL: a float32 array of the vocabulary's size. HIDDEN: one of the model's width, or
     an empty one where the model has none."""
     log_sum_exp: float
-    """Of all logits, divided by `LogitsRequest.temp` where that is set; not a number where it was not wanted."""
+    """Of all logits, divided by `LogitsRequest.temp` where that is set; not a number where it was not wanted. DRAWN:
+    instead, the random number."""
     n_also: int = 0
     """How many of the last ones are only here because `LogitsRequest.also` names them."""
     later: tuple[RowLogits, ...] = ()

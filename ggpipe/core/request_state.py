@@ -367,8 +367,7 @@ class RequestState(SequenceState):
         if (logits := self.tree.root.logits) is not None:
             self.sampled_from.append((self.tree.root.run, logits.row))
         self.drafters.judge(token, self.counters)
-        # After a second draw, the last rank has drawn tokens ahead with numbers that are not theirs.
-        dead = self.tree.advance(token, afresh=n_draws > 1 and self.logits_request.kind is LogitsKind.DRAWN)
+        dead = self.tree.advance(token)
         self.drafters.advanced(dead, self.epoch)
         root = self.tree.root
         if root.submitted:

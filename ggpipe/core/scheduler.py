@@ -370,12 +370,12 @@ class Scheduler:
     def _sampled(self, event: Sampled, actions: list[SchedulerAction]) -> None:
         if (state := self._open(event.request)) is None:
             return  # stopped meanwhile
+        state.logits_request, state.keeps = event.logits_request, state.keeps or event.logits_request.keeps
         if event.finish is Finish.END_OF_TEXT:
             self._end(state, event.finish, actions)
             return
         state.enter(Phase.DECODING)
         dead = state.accept(event.token, event.n_draws)
-        state.logits_request, state.keeps = event.logits_request, state.keeps or event.logits_request.keeps
         state.root_since = self._now
         root = state.tree.root
         drafters = sorted({proposal.drafter for proposal in root.proposals}) if root.submitted else ()

@@ -23,6 +23,7 @@ from msgspec import structs
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.draft_messages import Adjustments, Drawing
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
+from ggpipe.core.random_numbers import RandomNumbers
 from ggpipe.errors import Setting, UsageError
 from ggpipe.llama.grammar import DraftCheck, Grammar
 from ggpipe.llama.sampler import Sampler
@@ -65,6 +66,8 @@ class ConstrainedSampler:
         """That was at this place of the text."""
         self._is_steady = False
         """Whether the last two lists were the same."""
+        self._numbers, self._n_drawn = RandomNumbers(own.seed), 0
+        """The request's random numbers, and how many are taken."""
         self._n_whole = 0
         """For how many tokens more whole rows are asked for in any case, since one was needed."""
         self._fitting_token: int | None = None
@@ -137,6 +140,9 @@ class ConstrainedSampler:
             return None  # a draft token's row, submitted when fewer candidates were enough
         self._check_written()
         if not self._is_rejected:
+            if self._is_drawn_with_another(row):
+                return None
+            self._n_drawn += 1
             token, few = self._own.sample(self._without_grammar(row)), self._few
             if self._grammar.fits(token) if few is None else token in few:
                 self._fitting_token = token
@@ -150,8 +156,14 @@ class ConstrainedSampler:
         self._is_rejected = False
         if not np.isfinite(fitting.logits).any():
             raise NoTokenFits
+        self._n_drawn += 1
         self._fitting_token = self._own.sample(fitting, row)
         return Drawn(self._fitting_token, is_second=True)
+
+    def _is_drawn_with_another(self, row: RowLogits) -> bool:
+        """The last rank did not know yet that an earlier token would take two random numbers."""
+        is_drawn = row.ids is not None and self._own.logits_request().kind is LogitsKind.DRAWN
+        return is_drawn and row.log_sum_exp != self._numbers[self._n_drawn]
 
     def _check_written(self) -> None:
         """The end of a reasoning is written only where the grammar has room for it."""
@@ -240,7 +252,9 @@ class ConstrainedSampler:
         `second`: the places of those that were drawn at the second attempt. Raises NoTokenFits for those that do not
         fit."""
         for place, token in enumerate(tokens):
+            self._n_drawn += 1
             if place in second:
+                self._n_drawn += 1
                 self._own.skip(token)
             if not self._grammar.accept(token):
                 raise NoTokenFits

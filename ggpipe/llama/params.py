@@ -187,7 +187,7 @@ def row_of(row: int, logits: NDArray[np.float32], logits_request: LogitsRequest,
             return RowLogits(row, tuple(ids), tuple(likely), math.nan)
         case LogitsKind.DRAWN:
             id = native.draw(at, n_tokens, banned, logits_request.temp, logits_request.number)
-            return RowLogits(row, (id,), (float(logits[id]),), math.nan)
+            return RowLogits(row, (id,), (float(logits[id]),), logits_request.number)
     return whole_row(row, logits, logits_request)
 
 

@@ -78,22 +78,25 @@ class Rank:
         self.n_fetched = 0
         self._drafts = drafts
         self._before: LogitsRequest | None = None
-        self._numbers, self._n_drawn = RandomNumbers(sampler.seed), 0
+        self._numbers, self._n_drawn, self._n_drawn_before = RandomNumbers(sampler.seed), 0, 0
 
     def draw(self, logits: Logits) -> tuple[int, bool]:
         own = want = self.sampler.logits_request()
         self.sampler.settle()
+        place = self._n_drawn
         if self._drafts and (before := self._before) is not None:
+            place = self._n_drawn_before + 1
             want = structs.replace(before, n=before.n + self.sampler.logits_request_grows) if before.keeps else before
         self._before = own
         assert want.keeps is (want.kind is not LogitsKind.FULL)
         whole = whole_row(0, logits, want)
-        drawn = self.sampler.sample(row_of(0, logits, structs.replace(want, number=self._numbers[self._n_drawn])))
+        drawn = self.sampler.sample(row_of(0, logits, structs.replace(want, number=self._numbers[place])))
         if drawn is None:
             assert want.keeps
             self.n_fetched += 1
             drawn = self.sampler.sample(whole)
         assert drawn is not None
+        self._n_drawn_before = self._n_drawn
         self._n_drawn += 1 + drawn.is_second
         return drawn.token, drawn.is_second
 

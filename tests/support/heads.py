@@ -29,7 +29,7 @@ from ggpipe.core.events import (
     Tick,
     ToDrafter,
 )
-from ggpipe.core.messages import LogitsKind, LogitsRequest, Restore, Row, RowLogits, Run, RunRecord
+from ggpipe.core.messages import LogitsRequest, Restore, Row, RowLogits, Run, RunRecord
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, PrefixOrder
 from ggpipe.core.request import Finish, Limits, Request
 from ggpipe.core.request_state import RequestState
@@ -38,7 +38,7 @@ from support.fake_drafts import Adversary, AnyDraft, RealDraft, TextDraft
 from support.fake_model import END, FakeModel, Tokens, chance, is_below
 from support.fake_pipeline import NO_FILES, Dropping, FakePipeline, Move, Restored, cut_as_libllama, restorable
 from support.own_calibrations import OwnCalibrations
-from support.seen import Seen, SeenOrder
+from support.seen import WHOLE, Seen, SeenOrder
 
 
 class Head:
@@ -74,15 +74,14 @@ class Head:
             text_draft.answered = self.calibrations.note
         self.fetched: set[tuple[int, int]] = set()
         """Requests, and how many tokens were sampled when a whole row came."""
-        self.kept_from = 0
-        """As of the last run."""
+        self.kept_from = 0  # as of the last run
         self.fetches = False
         """Half of the requests need whole rows now and then."""
         self.now = 0.0
 
     def _answer(self, i: int, row: Row, want: LogitsRequest, history: Tokens) -> RowLogits:
         ids = self.model.ranking(history, want.n)
-        return RowLogits(i, ids, want.n, 0.0)
+        return RowLogits(i, ids, want.n, want.number)
 
     # What the outside does
 
@@ -177,18 +176,19 @@ class Head:
     def _sample(self) -> None:
         sample = self.to_sample.popleft()
         seen = self.seen[sample.request]
-        if self._needs_row(seen):
+        if seen.is_stale(sample.row) or self._needs_row(seen):
             self.handle(RowNeeded(sample.request))
             return
         assert seen.n_replayed == len(seen.request.wanted)
         assert sample.row.ids is not None
         assert sample.row.logits >= self._want(seen).n, "fewer logits than sampling takes"
         token = sample.row.ids[self.model.rank(sample.request, seen.n_sampled)]
-        seen.n_sampled += 1
+        n_draws = seen.sampled(sample.row)
         seen.ended = seen.ended or (token == END and not seen.stopped)
         if token != END and self._is_open(sample.request):
             self.calibrations.judge(sample.request, self.state(sample.request), token)
-        self.handle(Sampled(sample.request, token, self._want(seen), Finish.END_OF_TEXT if token == END else None))
+        end = Finish.END_OF_TEXT if token == END else None
+        self.handle(Sampled(sample.request, token, self._want(seen), end, n_draws))
 
     def _needs_row(self, seen: Seen) -> bool:
         """Some requests need whole rows for some of their tokens."""
@@ -202,11 +202,10 @@ class Head:
         assert self.kept_from <= fetch.run or not self._is_open(fetch.request), "the row is not kept any more"
         history = self.pipeline.rows_of[fetch.run][fetch.row][1]
         want = self._want(seen)
-        self.handle(RowFetched(fetch.request, RowLogits(fetch.row, self.model.ranking(history, want.n), want.n, 0.0)))
+        self.handle(RowFetched(fetch.request, RowLogits(fetch.row, self.model.ranking(history, want.n), want.n, WHOLE)))
 
     def _want(self, seen: Seen) -> LogitsRequest:
-        n = 3 + seen.n_sampled * seen.request.logits_request_grows
-        return LogitsRequest(LogitsKind.TOP, n, keeps=self.fetches and seen.request.id % 2 == 1)
+        return seen.want(keeps=self.fetches and seen.request.id % 2 == 1)
 
     # What must hold
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ggpipe.core.messages import Run, RunRecord
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits, Run, RunRecord
 from ggpipe.core.prefixes import PrefixDone, PrefixOrder, SavePrefix
+from ggpipe.core.random_numbers import RandomNumbers
 from ggpipe.core.request import Counters, Finish, Request
 from support.fake_model import Tokens
+from support.requests import DRAWN
+
+WHOLE = 2.0
+"""In place of the random number of a row that was fetched."""
+_NUMBERS = RandomNumbers(DRAWN.seed)
 
 
 @dataclass
@@ -46,6 +52,8 @@ class Seen:
     request: Request
     text: list[int] = field(default_factory=list)
     n_sampled: int = 0
+    n_drawn: int = 0
+    """Random numbers that were taken."""
     n_drafted: int = 0
     """Tokens that were in the pipeline before they were drawn."""
     runs: list[Run] = field(default_factory=list)
@@ -60,6 +68,24 @@ class Seen:
     """The end token was drawn."""
     finish: Finish | None = None
     counters: Counters = field(default_factory=Counters)
+
+    def want(self, keeps: bool) -> LogitsRequest:
+        """What sampling its next token takes."""
+        if self.request.drawing is not None:
+            return LogitsRequest(LogitsKind.DRAWN, 3, keeps=keeps)
+        return LogitsRequest(LogitsKind.TOP, 3 + self.n_sampled * self.request.logits_request_grows, keeps=keeps)
+
+    def is_stale(self, row: RowLogits) -> bool:
+        """A second draw has moved the random numbers on since the row was submitted. The fake pipeline's rows have
+        theirs in place of the sum."""
+        return self.request.drawing is not None and row.log_sum_exp not in (_NUMBERS[self.n_drawn], WHOLE)
+
+    def sampled(self, row: RowLogits) -> int:
+        """A token was sampled from a row. Returns how many random numbers that took."""
+        n_draws = 1 + (row.log_sum_exp == WHOLE and self.n_sampled % 2)
+        self.n_drawn += n_draws
+        self.n_sampled += 1
+        return n_draws
 
     @property
     def may_cancel(self) -> bool:
