@@ -15,6 +15,7 @@ template <class Source> struct Super {  // a block is a tile's columns
     static constexpr int kUnit = 32, kBlock = kChunk;
     static constexpr bool kHasMinima = false, kSuper = true, kScalesAreSmall = false;
     static constexpr size_t kRowByRow = 0;
+    static constexpr bool kEndToEnd = false;
 };
 
 // Of eight units. Returns the scale of the block.
@@ -94,7 +95,8 @@ struct Q4_K : Super<Rows> {
 };
 struct Q6_K : Super<Rows> {
     static constexpr int kBytes = 210, kOffset = 32, kUnit = 16;
-    static constexpr size_t kRowByRow = 1;
+    static constexpr size_t kRowByRow = 1, kScaleAt = 208;
+    static constexpr bool kEndToEnd = true;
     GGPIPE_TARGET GGPIPE_INLINE static __m256i row(const uint8_t * block, const int8_t * x, const int32_t * starts) {
         Ints<8> sum = {};
         GGPIPE_UNITS(2) {  // 128 columns

@@ -212,6 +212,23 @@ GGPIPE_TARGET GGPIPE_INLINE inline void add_row_by_row(Sums<Format, R> & sums, R
     sums.end(n_blocks * kUnits, minima, scale);
 }
 
+// Weights that are read in the order of their addresses, and what is fetched meanwhile.
+class Ahead {
+   public:
+    GGPIPE_TARGET GGPIPE_INLINE Ahead(const Weights & weights, int64_t row) {
+        constexpr size_t kDistance = 16 << 10;  // a part of the first cache
+        const size_t n_bytes = weights.n_rows * weights.row_bytes, at = row * weights.row_bytes + kDistance;
+        end_ = line_ = at < n_bytes ? weights.data + at : weights.next + (at - n_bytes);
+    }
+    GGPIPE_TARGET GGPIPE_INLINE void fetch(size_t n_bytes) {  // for as many bytes that are read
+        end_ += n_bytes;
+        for (; line_ < end_; line_ += 64) __builtin_prefetch(line_, 0, 3);
+    }
+
+   private:
+    const uint8_t * end_, * line_;
+};
+
 // 16 rows of weights, chunk by chunk.
 template <class Format> class Sixteen {
    public:
@@ -220,7 +237,7 @@ template <class Format> class Sixteen {
     GGPIPE_TARGET GGPIPE_INLINE Sixteen(const Weights & weights, int64_t first, int later)
         : n_rows_(std::clamp<int64_t>(weights.n_rows - first, 0, kLanes)), stride_(weights.row_bytes * From::kGroup) {
         data_ = weights.data + (n_rows_ ? first : 0) * weights.row_bytes;
-        // Into the second cache, in the order of their addresses. The CPU does not see the pattern of 16 rows.
+        // In the order of their addresses: the CPU does not see the pattern of 16 rows.
         const size_t n_bytes = weights.n_rows * weights.row_bytes, at = (first + later) * weights.row_bytes + kAhead;
         ahead_ = at < n_bytes ? weights.data + at : weights.next + (at - n_bytes);
     }
@@ -234,7 +251,7 @@ template <class Format> class Sixteen {
     }
     GGPIPE_TARGET GGPIPE_INLINE void prefetch(int64_t chunk, int u) const {
         constexpr int kUnits = kChunk / Format::kUnit, kUnitBytes = kPieces * kBytes / kUnits;
-        for (int i = 0; i < kUnitBytes; i += 64) __builtin_prefetch(ahead_ + (chunk * kUnits + u) * kUnitBytes + i, 0, 2);
+        for (int i = 0; i < kUnitBytes; i += 64) __builtin_prefetch(ahead_ + (chunk * kUnits + u) * kUnitBytes + i, 0, 3);
     }
     GGPIPE_TARGET GGPIPE_INLINE void store(const Line & results, float * to) const {
         if (n_rows_ == kLanes) memcpy(to, &results, sizeof results);  // a store, not a call
@@ -249,9 +266,45 @@ template <class Format> class Sixteen {
     uint8_t copies_[kPieces][kBytes];  // where there are not enough rows for a tile
 };
 
+// A tile times one row of activations. Four rows of weights are multiplied from end to end, so memory is read nearly in order.
+template <class Format> GGPIPE_TARGET void multiply_one(const Weights & weights, int64_t first, const Activations & a, int64_t row, float * to) {
+    Ahead ahead(weights, first);
+    for (int64_t four = first; four < first + kLanes; four += 4) {
+        const uint8_t * rows[4];
+        for (int j = 0; j < 4; j++) rows[j] = weights.data + (four + j) * weights.row_bytes;
+        __m128 sums = _mm_setzero_ps();
+        for (int64_t chunk = 0; chunk < a.n_chunks; chunk++) {
+            const Chunk x(a, chunk * a.n_rows + row);
+            const int n_blocks = std::min<int64_t>(kChunk, a.n_columns - chunk * kChunk) / Format::kBlock;
+            _Pragma("GCC unroll 1") for (int block = 0; block < n_blocks; block++) {
+                __m256i products[4];
+                __m128i halves = _mm_setzero_si128();
+                GGPIPE_UNROLLED(j, 4) {
+                    products[j] = Format::row(rows[j], x.numbers + block * Format::kBlock, x.starts);
+                    int16_t half;
+                    memcpy(&half, rows[j] + Format::kScaleAt, sizeof half);
+                    halves = _mm_insert_epi16(halves, half, j);
+                    rows[j] += Format::kBytes;
+                    if (Format::kSuper) ahead.fetch(Format::kBytes);
+                }
+                if (!Format::kSuper) ahead.fetch(4 * Format::kBytes);
+                const __m256i both = in_halves(products);
+                __m128i product = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+                if (!Format::kSuper) product = _mm_add_epi32(product, _mm_set1_epi32(x.starts[block]));
+                const __m128 scale = _mm_mul_ps(_mm_cvtph_ps(halves), _mm_set1_ps(x.scales[block]));
+                sums = _mm_fmadd_ps(_mm_cvtepi32_ps(product), scale, sums);
+            }
+        }
+        _mm_storeu_ps(to + four, sums);
+    }
+}
+
 // For up to kMaxRows rows of activations: tiles are used as they are unpacked.
 template <class Format> GGPIPE_TARGET void multiply_few(const Weights & weights, int64_t first, const Activations & a, int64_t row, size_t n,
                                                        float * const * to) {
+    if constexpr (Format::kEndToEnd) {
+        if (n == 1 && first + kLanes <= weights.n_rows) return multiply_one<Format>(weights, first, a, row, *to);
+    }
     constexpr int kUnits = kChunk / Format::kUnit;
     Line lines[kMaxRows + kSpareRows][1] = {};  // results of a spare row are dropped
     Sixteen<Format> rows(weights, first, kLanes);

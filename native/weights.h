@@ -26,13 +26,15 @@ constexpr int8_t kFloat4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, 
 //
 // Up to kRowByRow rows of activations are multiplied with one row of weights after another: `row` gives eight numbers whose sum
 // is the product of a block (with scales and offsets where kSuper), `scale` what it is multiplied by, and its units' minima.
+// kEndToEnd: rows of weights are multiplied with a single row of activations from end to end. The half at kScaleAt is their scale.
 
 template <class Source> struct Small {  // a block is a unit
     using From = Source;
     using Scale = F;
     static constexpr int kUnit = 32, kBlock = 32;
     static constexpr bool kHasMinima = false, kSuper = false, kScalesAreSmall = false;
-    static constexpr size_t kRowByRow = 0;
+    static constexpr size_t kRowByRow = 0, kScaleAt = 0;
+    static constexpr bool kEndToEnd = false;
 };
 GGPIPE_TARGET GGPIPE_INLINE inline F scale_and_minimum(const Rows & rows, F & minimum) {
     const U both = rows.word(0);
@@ -71,6 +73,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline __m256i fives_of(const uint8_t * from) {  // 
 struct Q8_0 : Small<Rows> {
     static constexpr int kBytes = 34, kOffset = 128;
     static constexpr size_t kRowByRow = 2;
+    static constexpr bool kEndToEnd = true;
     GGPIPE_TARGET GGPIPE_INLINE static __m256i row(const uint8_t * block, const int8_t * x, const int32_t *) {
         return products(_mm256_xor_si256(load_32(block + 2), _mm256_set1_epi8(-128)), x);
     }
