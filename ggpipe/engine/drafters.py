@@ -56,6 +56,10 @@ class Drafters:
         named = registry.chosen(speculation.drafters, self._models_kinds)
         return tuple(drafter for drafter in named if drafter in self.in_head or drafter in self._models)
 
+    def have_models(self, speculation: SpeculationConfig) -> bool:
+        """Whether any of those has a model."""
+        return speculation.mode != "iterative" and not self._models.keys().isdisjoint(self.chosen(speculation))
+
     def check(self, speculation: SpeculationConfig) -> None:
         """Raises SettingError where a request names a kind of draft model that there is none of."""
         own = self._models_kinds

@@ -193,7 +193,7 @@ class EngineCore:
             is_stopped=active.decoder.is_stopped,
             saves=saves,
             drawing=active.drawing,
-            adjustments=sampler.adjustments if possible.mode != "iterative" else None,
+            adjustments=sampler.adjustments if self._head.drafters.have_models(possible) else None,
         )
         stats.ranks = [rank.unused() for rank in self.ranks]
         self._active[number] = active

@@ -19,7 +19,7 @@ from ggpipe.core.messages import RowLogits
 
 N_MORE = 12
 """Further candidates to ask for, since penalties may lower the best ones."""
-_LEAST_SUM = 1e-30
+_LEAST_SUM, _MOST = 1e-30, 1e30
 _LOG_OF_MOST, _LEAST_BASE = 88.7228391, 1.000001
 """As llama.cpp has it: of the largest number that DRY's penalty may reach, and the base from which on it grows."""
 
@@ -150,4 +150,4 @@ class AdjustedRows:
                 logits[token] += bias
         for part in self._parts:
             part.penalize(logits, path)
-        return list(logits.values())
+        return [max(min(logit, _MOST), -_MOST) for logit in logits.values()]
