@@ -121,13 +121,15 @@ class Vocab:
             found.append(buffer.raw[:n] if n >= 0 else self.piece(token, special=True))
         return found
 
-    def tokens_with(self, texts: tuple[str, ...]) -> tuple[int, ...]:
-        """The tokens that contain one of these texts. Takes as long as `pieces` at first, and nothing later."""
-        if texts not in self._tokens_with:
-            wanted = [text.encode("utf-8", "surrogateescape") for text in texts]
-            found = (id for id, piece in enumerate(self.pieces()) if any(one in piece for one in wanted))
-            self._tokens_with = {texts: tuple(found)}
-        return self._tokens_with[texts]
+    def tokens_with(self, strings: tuple[str, ...]) -> tuple[int, ...]:
+        """The tokens that contain one of these strings. Takes as long as `pieces` at first, and nothing later."""
+        found = self._tokens_with.get(strings)
+        if found is None:
+            wanted = [text.encode("utf-8", "surrogateescape") for text in strings]
+            pieces = enumerate(self.pieces())
+            found = tuple(id for id, piece in pieces if any(one in piece for one in wanted))
+            self._tokens_with = {strings: found}
+        return found
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """A token's text, which may be part of a UTF-8 character. `special`: return the text of special tokens too."""

@@ -73,7 +73,7 @@ def test_texts_are_right_and_the_same_in_every_mode(name: str, session: Session)
 
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("sampling", SELECTED, ids=["drawn there", "min-p"])
-def test_texts_are_those_of_whole_rows(name: str, sampling: SamplingConfig, session: Session) -> None:
+def test_outputs_are_those_of_whole_rows(name: str, sampling: SamplingConfig, session: Session) -> None:
     """Where the last rank selects tokens that may not fit."""
     prompt, sampling = session.tokenize(PROMPT), replace(sampling, grammar=GRAMMARS[name].grammar)
     whole = session.submit(asked(prompt, replace(sampling, n_probs=1), 90, MODES[0]))

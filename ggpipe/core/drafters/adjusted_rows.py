@@ -108,7 +108,7 @@ class AdjustedRows:
             self._parts.append(_Repetitions(adjustments.dry, tokens))
 
     def accept(self, token: int) -> None:
-        """The text goes on with this token."""
+        """The text continues with this token."""
         for part in self._parts:
             part.accept(token)
 
