@@ -238,6 +238,7 @@ class RequestState(SequenceState):
     n_drawn: int = 0
     """Random numbers that were taken for it so far, where tokens are drawn with them."""
     numbers: RandomNumbers | None = None
+    """Those that follow from its seed; None: as with `Request.drawing`."""
     n_weighed: int = 0
     """Accepted tokens from whose pace it was learned which draft models pay."""
     drafters: RequestDrafters
