@@ -27,6 +27,11 @@ ggml_backend_buffer_t reserve(ggml_backend_buffer_type_t t, const ggml_backend_b
     void * p = mmap(nullptr, page_up(size), prot, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return p == MAP_FAILED ? nullptr : ggml_backend_buffer_init(t, calls, p, size);
 }
+void use_huge_pages(void * data, size_t size) {
+    constexpr uintptr_t kHugePage = 2 << 20;
+    const uintptr_t first = (uintptr_t(data) + kHugePage - 1) & ~(kHugePage - 1), end = (uintptr_t(data) + size) & ~(kHugePage - 1);
+    if (first < end) madvise((void *) first, end - first, MADV_HUGEPAGE);
+}
 
 namespace {
 
@@ -96,6 +101,7 @@ ggml_backend_buffer_t alloc_local(ggml_backend_buffer_type_t t, size_t size) {
     Stage & s = *device_of(t).stage;
     ggml_backend_buffer_t b = reserve(t, kMemory, size, PROT_READ | PROT_WRITE);
     if (b && !s.loading) s.buffers[b->context] = size;
+    if (b && !(s.loading && s.use_in_place)) use_huge_pages(b->context, size);
     return b;
 }
 ggml_backend_buffer_t alloc_host(ggml_backend_buffer_type_t t, size_t size) {

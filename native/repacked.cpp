@@ -54,6 +54,7 @@ ggml_backend_buffer_t alloc(ggml_backend_buffer_type_t type, size_t size) {
     Repacker & repacker = *(Repacker *) type;
     ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(repacker.real, size);
     if (!buffer || !repacker.stage->loading) return buffer;
+    use_huge_pages(ggml_backend_buffer_get_base(buffer), size);
     const std::lock_guard<std::mutex> lock(mutex);
     filling[buffer] = &repacker;
     repacker.init_tensor = std::exchange(buffer->iface.init_tensor, init_weight);

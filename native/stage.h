@@ -158,4 +158,7 @@ void give_back_pages(const Range & range);
 extern const ggml_backend_buffer_i kMemory, kRemote;  // those that hold bytes, and those of other ranks
 ggml_backend_buffer_t reserve(ggml_backend_buffer_type_t type, const ggml_backend_buffer_i & calls, size_t size, int prot);
 
+// Asks Linux for huge pages where whole ones fit into memory that will be used: their addresses are found faster.
+void use_huge_pages(void * data, size_t size);
+
 }  // namespace ggpipe
