@@ -101,8 +101,6 @@ void write_pieces(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size
     if (g.in_place) {
         t->data = (void *) p;
         if (experts) t->nb[2] = step_there, t->nb[3] = step_there * times;
-    } else {
-        use_huge_pages(t->data, ggml_nbytes(t));
     }
     for (size_t i = 0; i < times; i++) {
         char * from = (char *) p + i * step_there;
@@ -123,7 +121,6 @@ void write_label(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_
         if ((g.n_gathered += n) < size) return;
         p = g.gathered.data();
     }
-    use_huge_pages(t->data, size);
     extra->real->iface.set_tensor(extra->real, t, p, 0, size);
     std::vector<uint8_t>().swap(g.gathered);
     g.n_gathered = 0;
@@ -149,7 +146,7 @@ ggml_backend_buffer_t alloc(ggml_backend_buffer_type_t type, size_t size) {
     if (ours) calls.set_tensor = write_part, calls.set_tensor_2d = write_pieces;
     else calls.get_tensor = read_hollow;
     ggml_backend_buffer_t buffer = reserve(type, calls, size, ours ? PROT_READ | PROT_WRITE : PROT_NONE);
-    if (buffer && ours && !g.stage.loading) use_huge_pages(buffer->context, size);
+    if (buffer && ours) use_huge_pages(buffer->context, size);
     return buffer;
 }
 
