@@ -68,10 +68,15 @@ def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
 
 
 class DraftCheck(Protocol):
-    """Says which draft tokens may be sampled. Takes microseconds."""
+    """Says which draft tokens may be sampled, and which must be. Takes microseconds. `path`: draft tokens that follow
+    the last accepted token."""
 
     def fits(self, path: tuple[int, ...], token: int) -> bool:
-        """Whether a token may follow these draft tokens, which follow the last accepted token."""
+        """Whether a token may come next."""
+
+    def forced(self, path: tuple[int, ...]) -> Sequence[tuple[int, float]]:
+        """The tokens in which there is no choice next, one after the other: each with the probability that the model
+        spells their text with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

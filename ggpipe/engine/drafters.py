@@ -31,7 +31,8 @@ class Drafters:
         self._models_kinds = tuple(models)
         self._labels = registry.labels(models)
         self._models = dict(started)
-        self._takes_back = takes_back
+        self.takes_back = takes_back
+        """The target can take draft tokens back."""
         self.in_head: Mapping[int, TextDrafter] = {
             drafter: registry.WITHOUT_MODEL[kind](drafter)
             for drafter, kind in enumerate(registry.kinds(models))
@@ -47,13 +48,15 @@ class Drafters:
     @property
     def has_model(self) -> bool:
         """There is a draft model, and the target can take its tokens back."""
-        return bool(self._models) and self._takes_back
+        return bool(self._models) and self.takes_back
 
-    def chosen(self, speculation: SpeculationConfig) -> tuple[int, ...]:
-        """The ids of those that draft for a request."""
-        if not self._takes_back:
+    def chosen(self, speculation: SpeculationConfig, forces: bool = False) -> tuple[int, ...]:
+        """The ids of those that draft for a request. `forces`: it has a grammar that knows what it forces."""
+        if not self.takes_back:
             return ()
         named = registry.chosen(speculation.drafters, self._models_kinds)
+        if not forces:
+            named = tuple(drafter for drafter in named if self._labels[drafter] != registry.GRAMMAR)
         return tuple(drafter for drafter in named if drafter in self.in_head or drafter in self._models)
 
     def have_models(self, speculation: SpeculationConfig) -> bool:

@@ -88,7 +88,7 @@ class EngineCore:
         self._orders: dict[int, list[PrefixSaved]] = {}
         """By order that is not carried out: what the ranks said that have done their part."""
         self._ends = frozenset(head.vocab.end_tokens)
-        self._grammars = Grammars(head.vocab, head.head.channel.inbox.put)
+        self._grammars = Grammars(head.vocab, head.head.channel.inbox.put, head.drafters.takes_back)
         self._preparing: dict[int, PreparingRequest] = {}
         self._active: dict[int, ActiveRequest] = {}
         self._events: list[RequestEvent] = []
@@ -172,7 +172,8 @@ class EngineCore:
             iterative, saves = SpeculationConfig(mode="iterative"), "nothing"
             spec = msgspec.structs.replace(spec, n_predict=0, speculation=iterative, cache_prompt=False)
         self._head.drafters.check(spec.speculation)
-        possible = self._head.possible(spec.speculation)
+        forces = ready is not None and ready.grammar is not None and ready.grammar.forces
+        possible = self._head.possible(spec.speculation, forces)
         active = ActiveRequest(
             msgspec.structs.replace(spec, sampling=read.sampling, speculation=possible),
             read.tokens,
@@ -186,7 +187,7 @@ class EngineCore:
             id=number,
             spec=active.spec,
             prompt=(*read.tokens, *spec.resumed),
-            drafters=self._head.drafters.chosen(possible),
+            drafters=self._head.drafters.chosen(possible, forces),
             ends=self._ends,
             banned=sampler.banned,
             logits_request_grows=sampler.logits_request_grows,

@@ -42,9 +42,11 @@ class _Compiled:
 class Grammars:
     """All methods belong to one thread."""
 
-    def __init__(self, vocab: Vocab, notify: Callable[[GrammarReady], None]) -> None:
-        """`notify`: gets what `prepare` has prepared, in any thread. Nothing is loaded before a grammar is needed."""
+    def __init__(self, vocab: Vocab, notify: Callable[[GrammarReady], None], forces: bool = False) -> None:
+        """`notify`: gets what `prepare` has prepared, in any thread. `forces`: grammars say what they force, for
+        drafting. Nothing is loaded before a grammar is needed."""
         self._vocab = vocab
+        self._forces = forces
         self._notify = notify
         self._guidance = GuidanceVocab(vocab)
         self._checker = GrammarChecker()
@@ -111,7 +113,7 @@ class Grammars:
     def _first(self, constraint: Constraint, checked: Checked) -> Grammar:
         if constraint.grammar:
             return GbnfGrammar(constraint.grammar, self._vocab)
-        return self._guidance.matcher(checked.lark)
+        return self._guidance.matcher(checked.lark, self._forces)
 
     def close(self) -> None:
         """Free everything, when no request needs it any more. A second call does nothing."""

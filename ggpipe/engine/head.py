@@ -211,9 +211,9 @@ class LoadedHead:
         """There is a draft model, and the target can take its tokens back."""
         return self.drafters.has_model
 
-    def possible(self, speculation: SpeculationConfig) -> SpeculationConfig:
-        """That, or what is nearest to it here."""
-        if not self.drafters.chosen(speculation):
+    def possible(self, speculation: SpeculationConfig, forces: bool = False) -> SpeculationConfig:
+        """That, or what is nearest to it here. `forces`: as for `Drafters.chosen`."""
+        if not self.drafters.chosen(speculation, forces):
             speculation = replace(speculation, mode="iterative")
         is_alone = self.head.config.context.exact and not self.exact_in_company  # branches are company
         if is_alone or not self.limits.rolls_back:

@@ -32,6 +32,8 @@ _AT_ONCE_S = 20e-3
 class GbnfGrammar:
     """The state of a grammar after a part of the output."""
 
+    forces = False
+
     def __init__(self, text: str, vocab: Vocab) -> None:
         """`text`: in GBNF, and checked (`gbnf.check`). Raises SettingError where libllama cannot follow it."""
         logged_errors()
@@ -183,6 +185,10 @@ class GbnfDraftCheck:
         found = grammar is not None and grammar.fits(token)
         self._spent_s += time.monotonic() - start
         return found
+
+    def forced(self, path: tuple[int, ...]) -> Sequence[tuple[int, float]]:
+        """What such a grammar forces is not known."""
+        return ()
 
     def accept(self, token: int) -> None:
         """Continue after this accepted token, and forget paths that do not begin with it."""

@@ -9,9 +9,15 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ggpipe.core import request
+
 
 class Grammar(Protocol):
     """The state of a grammar after a part of the output."""
+
+    @property
+    def forces(self) -> bool:
+        """Whether its `draft_check` knows in which tokens there is no choice."""
 
     def clone(self) -> Self:
         """Another one that stands where this one does."""
@@ -46,11 +52,8 @@ class Grammar(Protocol):
         """Free it. A second call does nothing."""
 
 
-class DraftCheck(Protocol):
+class DraftCheck(request.DraftCheck, Protocol):
     """Which draft tokens fit a grammar. Draft tokens that do not fit are not added to the tree."""
-
-    def fits(self, path: tuple[int, ...], token: int) -> bool:
-        """Whether a token may follow these draft tokens, which follow the last accepted token."""
 
     def accept(self, token: int) -> None:
         """The grammar has advanced by this token."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.errors import RunError, UsageError
+from ggpipe.llama.forced_text import ByteVocab, ForcedText
 from ggpipe.llama.llguidance import MatcherInit, TokenizerInit, library
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.grammar.json_schema import one_line
@@ -30,14 +31,18 @@ class GuidanceVocab:
         self.vocab = vocab
         self._lock = threading.Lock()
         self._tokenizer: int | None = None
+        self._bytes = ByteVocab(vocab)
         self.n_tokens = vocab.n_tokens
         self.ends = frozenset(vocab.end_tokens)
         """Tokens that end the output."""
 
-    def matcher(self, lark: str) -> GuidedGrammar:
-        """A grammar in its first state. `lark`: as `check` returns it. Takes a second at the first time, for 150,000
-        tokens. Other threads go on meanwhile. Raises UsageError for a grammar that llguidance refuses, such as one
-        that is too large, and RunError for a vocabulary that it cannot use."""
+    def matcher(self, lark: str, forces: bool = False) -> GuidedGrammar:
+        """A grammar in its first state. `lark`: as `check` returns it. `forces`: it is to know what it forces.
+
+        Takes a second at the first time, for 150,000 tokens. Other threads go on meanwhile. Raises UsageError for a
+        grammar that llguidance refuses, such as one that is too large, and RunError for a vocabulary that it cannot
+        use.
+        """
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._read()
@@ -45,7 +50,8 @@ class GuidanceVocab:
         own.llg_constraint_init_set_defaults(ctypes.byref(init), self._tokenizer)
         init.log_buffer_level = init.log_stderr_level = 0
         init.limits.verbose_errors = False
-        grammar = GuidedGrammar(self, own.llg_new_matcher(ctypes.byref(init), b"lark", lark.encode()))
+        text = self._bytes.text(lark) if forces else None
+        grammar = GuidedGrammar(self, own.llg_new_matcher(ctypes.byref(init), b"lark", lark.encode()), text)
         if error := grammar.error:
             grammar.close()
             raise UsageError(f"llguidance cannot follow this grammar or schema: {error}; simplify it")
@@ -82,16 +88,18 @@ class GuidanceVocab:
             if self._tokenizer is not None:
                 library().llg_free_tokenizer(self._tokenizer)
             self._tokenizer = None
+        self._bytes.close()
 
 
 class GuidedGrammar:
     """The state of a grammar after a part of the output."""
 
-    def __init__(self, vocab: GuidanceVocab, matcher: int) -> None:
-        """`matcher`: llguidance's, which belongs to this from now on."""
+    def __init__(self, vocab: GuidanceVocab, matcher: int, text: ForcedText | None = None) -> None:
+        """`matcher`: llguidance's. `text`: what the grammar forces in this state. Both belong to this from now on."""
         self._vocab = vocab
         self._own = library()
         self._matcher: int | None = matcher
+        self._text = text
         self._mask: NDArray[np.bool_] | None = None
         """Which tokens may be next, where that was asked for in this state."""
         self._n_mask_bytes = int(self._own.llg_matcher_get_mask_byte_size(matcher))
@@ -102,10 +110,16 @@ class GuidedGrammar:
         found = self._own.llg_matcher_get_error(self._matcher)
         return one_line(found.decode("utf-8", "replace")) if found else ""
 
+    @property
+    def forces(self) -> bool:
+        """See `Grammar`."""
+        return self._text is not None
+
     def clone(self) -> GuidedGrammar:
         """Another one that stands where this one does."""
         other = GuidedGrammar(self._vocab, self._own.llg_clone_matcher(self._matcher))
         other._mask = self._mask
+        other._text = self._text.clone() if self._text is not None else None
         return other
 
     def fits(self, token: int) -> bool:
@@ -157,29 +171,42 @@ class GuidedGrammar:
         """Nothing is left for later."""
 
     def draft_check(self) -> GuidedDraftCheck:
-        """Says which draft tokens fit after this state, as it is then."""
-        return GuidedDraftCheck(self)
+        """Says which draft tokens fit after this state, as it is then. Only the first of them knows what is forced."""
+        text, self._text = self._text, None
+        return GuidedDraftCheck(self, text)
 
     def close(self) -> None:
         """Free it. A second call does nothing."""
         if self._matcher is not None:
             self._own.llg_free_matcher(self._matcher)
-        self._matcher = None
+        if self._text is not None:
+            self._text.close()
+        self._matcher = self._text = None
 
 
 class GuidedDraftCheck:
     """Which draft tokens fit a grammar: llguidance follows a path and goes back, a microsecond a token."""
 
-    def __init__(self, grammar: GuidedGrammar) -> None:
-        """`grammar`: as it stands after the last accepted token."""
+    def __init__(self, grammar: GuidedGrammar, text: ForcedText | None) -> None:
+        """`grammar`: as it stands after the last accepted token. `text`: what it forces, which belongs to this from now
+        on; None: that is not known."""
         self._grammar = grammar
+        self._text = text
 
     def fits(self, path: tuple[int, ...], token: int) -> bool:
         """Whether a token may follow these draft tokens, which follow the last accepted token."""
         return self._grammar.fit((*path, token))
 
+    def forced(self, path: tuple[int, ...]) -> Sequence[tuple[int, float]]:
+        """See `core.request.DraftCheck`."""
+        return self._text.after(path) if self._text is not None else ()
+
     def accept(self, token: int) -> None:
-        """The grammar itself has advanced."""
+        """The grammar has advanced by this token."""
+        if self._text is not None:
+            self._text.accept(token)
 
     def close(self) -> None:
-        """Nothing belongs to it."""
+        """Free what belongs to it."""
+        if self._text is not None:
+            self._text.close()

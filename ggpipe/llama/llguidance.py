@@ -64,6 +64,9 @@ class MatcherInit(ctypes.Structure):
     ]
 
 
+TokenizeFunction = ctypes.CFUNCTYPE(c_size_t, c_void_p, c_void_p, c_size_t, POINTER(c_uint32), c_size_t)
+"""LlgTokenizeFn: user data, text, its bytes, where tokens go, how many fit; returns how many there are."""
+
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llg_new_tokenizer_v2": (c_void_p, [POINTER(TokenizerInit), c_char_p, c_size_t]),
     "llg_free_tokenizer": (None, [c_void_p]),
@@ -73,6 +76,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llg_free_matcher": (None, [c_void_p]),
     "llg_matcher_get_error": (c_char_p, [c_void_p]),
     "llg_matcher_consume_token": (c_int32, [c_void_p, c_uint32]),
+    "llg_matcher_rollback": (c_int32, [c_void_p, c_size_t]),
+    "llg_matcher_compute_ff_tokens": (c_int32, [c_void_p, POINTER(c_uint32), c_size_t]),
     "llg_matcher_validate_tokens": (c_int32, [c_void_p, POINTER(c_uint32), c_size_t]),
     "llg_matcher_get_mask_byte_size": (c_size_t, [c_void_p]),
     "llg_matcher_compute_mask_into": (c_int32, [c_void_p, c_void_p, c_size_t]),

@@ -23,6 +23,7 @@ _UNKNOWN, _CONTROL, _LSTRIP, _RSTRIP = 1, 8, 128, 256  # LLAMA_TOKEN_ATTR_*
 _MOST_EXTRA_TOKENS = 128  # as llama.cpp: padding
 _IN_CODE_POINTS = (2, 3, 6)  # LLAMA_VOCAB_TYPE_BPE, _WPM, _PLAMO2
 _BEYOND_UNICODE = re.compile(rb"(?:\xf4[\x90-\xbf]|[\xf5-\xf7][\x80-\xbf])[\x80-\xbf]{2}")
+_SENTENCEPIECE = 1
 _FIRST_COMPARED = 5  # as llama.cpp: the first ones are named differently by converters
 
 
@@ -90,6 +91,13 @@ class Vocab:
         if lib.llama_vocab_get_add_eos(self.pointer):
             tokens.append(lib.llama_vocab_eos(self.pointer))
         return tuple(tokens)
+
+    def inner_tokens(self, text: str) -> tuple[int, ...]:
+        """The tokens of text in the middle of an output, without special tokens. Raises UsageError as `tokenize`
+        does."""
+        if self.kind != _SENTENCEPIECE:
+            return self._tokens(text, whole=False)
+        return self._tokens("\n" + text, whole=False)[len(self._tokens("\n", whole=False)) :]  # no space goes before it
 
     def marks(self, text: str) -> tuple[int, ...]:
         """The tokens of a part of a prompt, with special tokens parsed. Raises UsageError as `tokenize` does."""

@@ -317,17 +317,17 @@ def test_names_of_drafters() -> None:
         assert registry.read_names(name) == ("ngram",), "llama.cpp's"
     assert registry.read_names("none") == ()
     for text in ("", "ngram,", "none,draft", "eagle"):
-        with pytest.raises(ValueError, match="draft, eagle3, dflash, mtp, ngram, separated by commas, or none"):
+        with pytest.raises(ValueError, match="eagle3, dflash, mtp, ngram, grammar, separated by commas, or none"):
             registry.read_names(text)
 
 
 def test_which_drafters_a_request_has() -> None:
     assert registry.chosen(None, ()) == ()
-    assert registry.chosen(None, ("draft", "draft")) == (0, 1, 2), "all draft models, and n-grams"
+    assert registry.chosen(None, ("draft", "draft")) == (0, 1, 2, 3), "all draft models, n-grams and grammars"
     assert registry.chosen(("draft",), ("draft", "draft")) == (0, 1)
     assert registry.chosen(("ngram",), ()) == (0,)
     assert registry.chosen(("ngram",), ("draft",)) == (1,)
     assert registry.chosen(("draft", "ngram"), ("draft",)) == (0, 1)
     assert registry.chosen((), ("draft",)) == ()
     assert registry.chosen(("eagle3",), ("draft", "eagle3")) == (1,)
-    assert registry.labels(("draft", "eagle3")) == ("draft", "eagle3", "ngram")
+    assert registry.labels(("draft", "eagle3")) == ("draft", "eagle3", "ngram", "grammar")

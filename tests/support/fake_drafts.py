@@ -6,7 +6,7 @@ import collections
 import functools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ggpipe.core.draft_messages import (
@@ -23,9 +23,10 @@ from ggpipe.core.drafters.adjusted_rows import N_MORE
 from ggpipe.core.drafters.base import DraftEvent, DraftPipeline
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.drafters.foresight import N_CANDIDATES
+from ggpipe.core.drafters.grammar import GrammarDrafter
 from ggpipe.core.drafters.ngram import Ngrams
 from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run
-from ggpipe.core.request import Limits
+from ggpipe.core.request import DraftCheck, Limits
 from support.drafter_driver import DrafterDriver
 from support.fake_cache import HIDDEN
 from support.fake_model import FakeModel, Tokens, chance, is_below
@@ -190,12 +191,19 @@ class RealDraft(DrafterDriver):
         assert sorted(saved) == sorted(begin.request for begin in self.begun.values() if begin.saves != "nothing")
 
 
+FakeGrammar = Callable[[int, Tokens, int], Sequence[tuple[int, float]]]
+"""What is forced in a request, after all tokens so far, of which so many are its prompt."""
+
+
 class TextDraft:
     """A drafter of the core that has no model: the scheduler asks it."""
 
-    def __init__(self, id: int) -> None:
+    def __init__(self, id: int, grammar: FakeGrammar | None = None) -> None:
+        """`grammar`: None makes it an n-gram drafter."""
         self.id = id
-        self.drafter = Ngrams(id, most_tokens=40)
+        self.drafter = Ngrams(id, most_tokens=40) if grammar is None else GrammarDrafter(id)
+        self.joins = self.drafter.joins
+        self._grammar = grammar
         self.steering: collections.deque[DrafterMessage] = collections.deque()
         self.batches: collections.deque[MicroBatch] = collections.deque()
         self.answered: Callable[[MicroBatch], None] | None = None
@@ -203,35 +211,52 @@ class TextDraft:
         self._begun: dict[int, BeginDrafting] = {}
         self._text: dict[int, Tokens] = {}
         self._paths: dict[int, dict[int, Tokens]] = {}
+        self._shared: dict[int, dict[int, Tokens]] = {}
+        self._look_ahead: dict[int, int] = {}
 
-    def answer(self, message: DrafterMessage) -> list[MicroBatch]:
+    def fits(self, path: Tokens, token: int) -> bool:
+        return True
+
+    def forced(self, path: Tokens) -> Sequence[tuple[int, float]]:
+        """Of the request that is answered."""
+        assert self._grammar is not None
+        return self._grammar(self._asked, self._text[self._asked] + path, len(self._begun[self._asked].prompt))
+
+    def answer(self, message: DrafterMessage, _: DraftCheck | None = None) -> list[MicroBatch]:
+        self._asked = message.request
         match message:
-            case BeginDrafting(request=request, prompt=prompt):
+            case BeginDrafting(request=request, prompt=prompt, look_ahead=look_ahead):
                 self._begun[request], self._text[request], self._paths[request] = message, prompt, {}
-            case Accepted(request, epoch, tokens, _):
+                self._shared[request], self._look_ahead[request] = {}, look_ahead
+            case Shared(request, epoch, shared):
+                assert self.joins
+                assert epoch == len(self._text[request]) - len(self._begun[request].prompt)
+                self._shared[request] |= {token.number: self._text[request] + token.path for token in shared}
+            case Accepted(request, epoch, tokens, look_ahead):
                 self._text[request] += tokens
+                self._look_ahead[request] = look_ahead
                 assert len(self._text[request]) == len(self._begun[request].prompt) + epoch
             case EndDrafting(request):
                 del self._begun[request]
-        batches = self.drafter.answer(message)
+        batches = self.drafter.answer(message, self)
         self.drafter.validate()
         for batch in batches:
-            self._check(batch, message)
+            self._check(batch)
             if self.answered is not None:
                 self.answered(batch)
         return batches
 
-    def _check(self, batch: MicroBatch, message: DrafterMessage) -> None:
-        assert isinstance(message, BeginDrafting | Accepted)
+    def _check(self, batch: MicroBatch) -> None:
+        look_ahead = self._look_ahead[batch.request]
         begin, text, paths = self._begun[batch.request], self._text[batch.request], self._paths[batch.request]
         assert batch.complete
         assert batch.epoch == len(text) - len(begin.prompt)
-        deepest = len(text) + min(message.look_ahead, begin.n_left - batch.epoch - 1)
-        assert sum(expansion.n for expansion in batch.expansions) <= max(
-            begin.speculation.most_drafted, message.look_ahead
-        )
+        deepest = len(text) + min(look_ahead, begin.n_left - batch.epoch - 1)
+        if not self.joins:
+            assert sum(expansion.n for expansion in batch.expansions) <= max(begin.speculation.most_drafted, look_ahead)
         for expansion in batch.expansions:
-            path = text if expansion.parent == ROOT else paths[expansion.parent]
+            others = self._shared[batch.request]
+            path = text if expansion.parent == ROOT else (paths | others)[expansion.parent]
             assert path[: len(text)] == text, "a draft token that is known to be rejected"
             assert 0 < expansion.n == len(expansion.candidates)
             assert expansion.n == 1 or begin.speculation.is_best_first

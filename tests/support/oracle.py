@@ -17,6 +17,7 @@ from ggpipe.core.draft_messages import (
     Shared,
 )
 from ggpipe.core.drafters import registry
+from ggpipe.core.request import DraftCheck
 
 Tokens = tuple[int, ...]
 _MOST = 7
@@ -34,7 +35,9 @@ class Oracle:
         self._next_number: dict[int, int] = {}
         self.id = 0
 
-    def answer(self, message: DrafterMessage) -> list[MicroBatch]:
+    joins = False
+
+    def answer(self, message: DrafterMessage, _: DraftCheck | None = None) -> list[MicroBatch]:
         match message:
             case BeginDrafting(request=request):
                 self._begun[request], self._next_number[request], epoch = message, ROOT + 1, 0

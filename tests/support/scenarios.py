@@ -18,12 +18,12 @@ from ggpipe.config.speculation import Policy, SpeculationConfig
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 from ggpipe.core.request import Limits, Request
 from support.fake_drafts import Adversary, Echo, FakeDraftModel, RealDraft, Silent, TextDraft
-from support.fake_model import END, FakeModel
+from support.fake_model import END, FakeModel, Tokens, chance
 from support.fake_pipeline import NO_FILES, Dropping, Restored
 from support.heads import Head
 from support.requests import ADJUSTED, DRAWN, changed, core_request
 
-Kind = Literal["model", "adversary", "echo", "silent", "ngram"]
+Kind = Literal["model", "adversary", "echo", "silent", "ngram", "grammar"]
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,21 @@ class Scenario:
             return Silent(self.model, agreement, self.seed, number)
         if kind == "ngram":
             return TextDraft(number)
+        if kind == "grammar":
+            return TextDraft(number, self._forced)
         draft_model = FakeDraftModel(self.model, agreement)
         restored = self.draft_restored
         return RealDraft(self.draft_limits, self.n_draft_stages, draft_model, restored, number, self.window)
+
+    def _forced(self, request: int, tokens: Tokens, n_prompt: int) -> list[tuple[int, float]]:
+        """What a grammar might force: nothing, what the model writes, or something else."""
+        found: list[tuple[int, float]] = []
+        for _ in range(chance(self.seed, tokens) % 4):
+            is_right = chance(self.seed, request, tokens, "right") % 100 < 100 * self.agreement
+            token = self.model.next(request, tokens, n_prompt) if is_right else chance(tokens) % self.model.n_vocab
+            found.append((token, 0.2 + 0.79 * self.agreement))
+            tokens += (token,)
+        return found
 
 
 SPECULATIONS = st.sampled_from([(1, 0), (1, 1), (2, 1), (4, 0), (4, 3), (6, 0)]).flatmap(

@@ -42,6 +42,7 @@ class Steering:
         for drafter, known in state.drafters:
             known.told_look_ahead = known.look_ahead
             self._tell(state, drafter, state.begin(n_ctx, known.look_ahead), messages)
+        self._share_all(state, messages)
         return messages
 
     def accepted(self, state: RequestState, served: Sequence[SequenceState]) -> list[ToDrafter]:
@@ -60,6 +61,7 @@ class Steering:
                 known.n_told, known.told_look_ahead = state.epoch, known.look_ahead
                 accepted = Accepted(state.id, state.epoch, tokens, known.look_ahead, least_path, rows, state.n_drawn)
                 self._tell(state, drafter, accepted, messages)
+        self._share_all(state, messages)
         return messages
 
     def drafted(
@@ -70,13 +72,35 @@ class Steering:
         if drafter in state.drafters and drafter in self._paces and len(served) == 1:
             state.drafters[drafter].pace.recall(self._paces[drafter])
         messages: list[ToDrafter] = []
-        if nodes and state.overlaps and state.request.speculation.is_best_first:
-            for other in self._pipeline.limits.sharing:
-                if other == drafter or other not in state.drafters:
-                    continue
-                if tokens := state.drafters.shared_with(other, nodes):
-                    messages.append(ToDrafter(other, Shared(state.id, state.epoch, tokens)))
+        for other in self._joining(state):
+            if state.drafters[other].n_told == state.epoch:
+                self._share(other, state, nodes, messages)
+        self._share_with_models(drafter, state, nodes, messages)
         return messages
+
+    def _share_with_models(
+        self, drafter: int, state: RequestState, nodes: Sequence[Node], messages: list[ToDrafter]
+    ) -> None:
+        """Tell draft models of a drafter's draft tokens."""
+        shares = state.overlaps and state.request.speculation.is_best_first
+        for other in self._pipeline.limits.sharing if shares else ():
+            if other != drafter and other in state.drafters and other not in self._text_drafters:
+                self._share(other, state, nodes, messages)
+
+    def _share_all(self, state: RequestState, messages: list[ToDrafter]) -> None:
+        """Tell drafters that join others of all draft tokens, and draft models of theirs. All know the root."""
+        for drafter in self._joining(state):
+            self._share(drafter, state, [*state.tree.root.below()], messages)
+
+    def _joining(self, state: RequestState) -> list[int]:
+        if not state.request.speculation.is_best_first:
+            return []
+        return [drafter for drafter, one in self._text_drafters.items() if one.joins and drafter in state.drafters]
+
+    def _share(self, to: int, state: RequestState, nodes: Sequence[Node], messages: list[ToDrafter]) -> None:
+        """Tell a drafter of those of these draft tokens that it does not know."""
+        if nodes and (tokens := state.drafters.shared_with(to, nodes)):
+            self._tell(state, to, Shared(state.id, state.epoch, tokens), messages)
 
     def end(self, state: RequestState) -> list[ToDrafter]:
         """A request is over."""
@@ -144,5 +168,7 @@ class Steering:
         if (text_drafter := self._text_drafters.get(drafter)) is None:
             messages.append(ToDrafter(drafter, message))
             return
-        for micro_batch in text_drafter.answer(message):
-            state.add(micro_batch, self._pipeline.now)
+        for micro_batch in text_drafter.answer(message, state.draft_check):
+            nodes = state.add(micro_batch, self._pipeline.now)
+            if text_drafter.joins:
+                self._share_with_models(drafter, state, nodes, messages)

@@ -12,7 +12,7 @@ import msgspec
 
 from ggpipe.core.draft_messages import DrafterMessage, MicroBatch, Vocabularies
 from ggpipe.core.events import CancelRuns, RunDone, RunEnded, SubmitRun, Tick
-from ggpipe.core.request import Limits
+from ggpipe.core.request import DraftCheck, Limits
 
 
 class ToHead(msgspec.Struct, frozen=True):
@@ -81,5 +81,9 @@ class TextDrafter(Protocol):
     """Drafts for any number of requests from their tokens alone. Pure, and quick: no run is submitted until it has
     answered. It decides what is probable enough to be sent, since no run of its own shows what drafting costs."""
 
-    def answer(self, message: DrafterMessage) -> list[MicroBatch]:
-        """Take in one message. Draft tokens are complete: no more follow before the next message of their request."""
+    joins: bool
+    """It also drafts after draft tokens of others, and draft models are sent its own."""
+
+    def answer(self, message: DrafterMessage, draft_check: DraftCheck | None = None) -> list[MicroBatch]:
+        """Take in one message. Draft tokens are complete: no more follow before the next message of their request.
+        `draft_check`: what may follow in its request; None: all tokens may."""

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
 from ggpipe.core.drafters.text_index import Match, SharedTexts, Text
+from ggpipe.core.request import DraftCheck
 
 _MOST_TOKENS = 1_000_000
 """Maximum number of indexed tokens of all requests. A token takes about 20 bytes."""
@@ -84,6 +85,8 @@ class Chances:
 class Ngrams:
     """The n-gram drafter (see the module's docstring), for any number of requests."""
 
+    joins = False
+
     def __init__(self, drafter: int = 0, most_tokens: int = _MOST_TOKENS) -> None:
         """`drafter`: id of this drafter. `most_tokens`: maximum number of tokens that the index keeps of all
         requests."""
@@ -92,7 +95,7 @@ class Ngrams:
         self._chances = Chances()
         self._requests: dict[int, _NgramRequest] = {}
 
-    def answer(self, message: DrafterMessage) -> list[MicroBatch]:
+    def answer(self, message: DrafterMessage, _: DraftCheck | None = None) -> list[MicroBatch]:
         """Process a message. Returns the resulting draft tokens in one micro-batch; nothing for `EndDrafting`."""
         match message:
             case BeginDrafting():

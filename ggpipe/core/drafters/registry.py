@@ -30,8 +30,11 @@ WITH_MODEL: Mapping[str, Callable[[int, DraftPipeline], Drafter]] = {
 """Made with the id of the drafter. Each loaded draft model has one, by its architecture (`kind_of`), and so have a
 target's MTP layers."""
 
+GRAMMAR = "grammar"
+"""The kind that drafts for requests with a grammar only."""
 WITHOUT_MODEL: Mapping[str, Callable[[int], TextDrafter]] = {
     "ngram": _made_by("ngram", "Ngrams"),
+    GRAMMAR: _made_by("grammar", "GrammarDrafter"),
 }
 """Made with the id of the drafter. Each engine has one of each kind, which all of its requests share."""
 

@@ -24,6 +24,10 @@ OPTIONS: Mapping[str, Any] = {
 """llguidance's options for JSON. They override those in a schema."""
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """Has llguidance allow all tokens that fit, instead of only those into which a tokenizer splits the text."""
+_COMPACT: Mapping[str, Any] = {
+    **{name: value for name, value in OPTIONS.items() if name != "whitespace_pattern"},
+    "whitespace_flexible": False,
+}
 _MOST_NAMED = 5
 _DRAFTS = tuple(f"http://json-schema.org/draft-{draft}/schema" for draft in ("04", "06", "07")) + tuple(
     f"https://json-schema.org/draft/{draft}/schema" for draft in ("2019-09", "2020-12")
@@ -87,6 +91,12 @@ def guidance_schema(schema: Any) -> tuple[str, list[str]]:
         raise _wrong("is too deep") from e
     except ValueError as e:
         raise _wrong("has a number that is out of range") from e
+
+
+def without_whitespace(lark: str) -> str:
+    """The same grammar, as `check` returns it, for JSON without whitespace between its parts; llguidance says what it
+    leaves no choice in."""
+    return lark.removeprefix(NO_FORCING).replace(json.dumps(OPTIONS), json.dumps(_COMPACT))
 
 
 def schemas_in(schema: Any) -> Iterator[Mapping[str, Any]]:
