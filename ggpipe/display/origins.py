@@ -17,6 +17,7 @@ _STYLES: Mapping[str, Style] = {
     "mtp": Style(color="magenta"),
     "dflash": Style(color="bright_magenta"),
     "ngram": Style(color="yellow"),
+    "grammar": Style(color="dark_orange"),
     SEVERAL: Style(color="bright_cyan"),
 }
 

@@ -201,11 +201,14 @@ class ForcedText:
         """The last token."""
         self._new: list[int] = []
         """Tokens that were accepted since the text was needed last."""
+        self._ahead: list[tuple[int, _Place, int]] = []
+        """Draft tokens that llguidance has followed: each with the place after it, and llguidance's tokens for it."""
         self._is_lost = False
         """The output is one that the grammar does not know without whitespace."""
 
     def clone(self) -> ForcedText:
         """Another one that stands where this one does."""
+        self._go_back(0)
         other = ForcedText(self._vocab, self._own.llg_clone_matcher(self._matcher))
         other._place, other._last, other._is_lost = self._place, self._last, self._is_lost
         other._spacing, other._new = self._spacing.copy(), [*self._new]
@@ -216,6 +219,8 @@ class ForcedText:
         self._new.append(token)
 
     def _catch_up(self) -> None:
+        if self._new:
+            self._go_back(0)
         for token in self._new:
             if self._is_lost or token in self._vocab.ends:
                 continue
@@ -233,19 +238,24 @@ class ForcedText:
         self._catch_up()
         if self._is_lost or self._matcher is None or len(path) > _MOST_PATH:
             return ()
-        place, n_consumed = self._place, 0
-        try:
-            for token in path:
-                followed = self._follow(token, place)
-                if followed is None:
-                    return ()
-                place, n = followed
-                n_consumed += n
-            parts = list(self._forced(place))
-            n_consumed += len(parts)
-        finally:
-            self._own.llg_matcher_rollback(self._matcher, n_consumed)
+        n = 0
+        while n < min(len(path), len(self._ahead)) and path[n] == self._ahead[n][0]:
+            n += 1
+        self._go_back(n)
+        for token in path[n:]:
+            followed = self._follow(token, self._ahead[-1][1] if self._ahead else self._place)
+            if followed is None:
+                return ()
+            self._ahead.append((token, *followed))
+        parts = list(self._forced(self._ahead[-1][1] if self._ahead else self._place))
+        self._own.llg_matcher_rollback(self._matcher, len(parts))
         return tuple(self._tokens(parts, path[-1] if path else self._last))
+
+    def _go_back(self, n: int) -> None:
+        """Keep only the first `n` draft tokens that were followed."""
+        if ahead := sum(taken for _, _, taken in self._ahead[n:]):
+            self._own.llg_matcher_rollback(self._matcher, ahead)
+        del self._ahead[n:]
 
     # Bytes
 

@@ -55,6 +55,8 @@ def simulated_drafters(text: str) -> tuple[SimulatedDrafter, ...]:
             raise ValueError(f"{word.strip()}: a share is a number between 0 and 1")
         found.append(SimulatedDrafter(kind, number))
     kinds = [drafter.kind for drafter in found]
+    if registry.GRAMMAR in kinds:
+        raise ValueError("grammar cannot be simulated: simulated outputs have no grammar")
     if kinds.count("ngram") > 1:
         raise ValueError("there is one ngram drafter at most")
     heads = (*registry.HEADS, registry.MTP)

@@ -61,7 +61,7 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         (lambda: engine_config.engine_config(given("--mpi-layer-split 1/1")), "ranks after the / needs a draft model"),
         (
             lambda: given("--spec-type a"),
-            "`spec_type` a: name one or more of draft, eagle3, dflash, mtp, ngram, separated",
+            "`spec_type` a: name one or more of draft, eagle3, dflash, mtp, ngram, grammar, separated",
         ),
         (
             lambda: engine_config.engine_config(given("--spec-type draft")),

@@ -98,8 +98,11 @@ class _GrammarRequest:
         return list(self._chain(draft_check, (), ROOT))
 
     def draft_after(self, draft_check: DraftCheck | None, shared: Sequence[SharedToken]) -> list[Expansion]:
-        """What is forced after these draft tokens of others."""
-        return [one for token in shared for one in self._chain(draft_check, token.path, token.number)]
+        """What is forced after these draft tokens of others, where none of them follows: those that follow fit the
+        grammar, so they are what it forces."""
+        parents = {token.path[:-1] for token in shared}
+        last = (token for token in shared if token.path not in parents)
+        return [one for token in last for one in self._chain(draft_check, token.path, token.number)]
 
     def _chain(self, draft_check: DraftCheck | None, path: tuple[int, ...], parent: int) -> Iterator[Expansion]:
         """What is forced after a path, as far as it was not sent yet. `parent`: the number of the path's last token."""

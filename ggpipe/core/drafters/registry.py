@@ -101,10 +101,11 @@ def chosen(names: Sequence[str] | None, models: Sequence[str]) -> tuple[int, ...
 
 def most_chosen(names: Sequence[str] | None, n_models: int) -> int:
     """How many drafters a request that names these may have, in an engine with draft models of any kind, MTP layers
-    among them."""
+    among them. Those without a model count as one: they seldom name different tokens."""
     if names is None:
-        return len(chosen(None, (*WITH_MODEL,)[:1] * n_models))
-    return n_models * any(name in WITH_MODEL for name in names) + sum(name in WITHOUT_MODEL for name in names)
+        return n_models + (n_models > 0)
+    has_models, has_others = (any(name in kinds for name in names) for kinds in (WITH_MODEL, WITHOUT_MODEL))
+    return n_models * has_models + has_others
 
 
 def read_names(text: str) -> tuple[str, ...]:

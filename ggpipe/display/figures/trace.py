@@ -43,6 +43,7 @@ _COLOURS = {
     "mtp": "rail_animation",
     "dflash": "rail_idle",
     "ngram": "yellow",
+    "grammar": "thread_state_iowait",
     SEVERAL: "olive",
 }
 """Of tokens by origin; others have the first draft model's."""
