@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,7 @@ _SPECIAL = b"\xff"
 _MESSAGE_BYTES = 512
 _MOST_BYTES = 160  # of forced text at a time
 _MOST_PATH = 96  # draft tokens before it
+_AT_ONCE_S, _SHARE = 0.1, 0.05  # of the head's time: some grammars are slow to follow
 _SPACES = frozenset(b" \t\n\r")
 _OPENS, _CLOSES, _MARKS = frozenset(b"{["), frozenset(b"}]"), frozenset(b'{}[],:"')
 _QUOTE, _BACKSLASH = b'"\\'
@@ -205,6 +207,8 @@ class ForcedText:
         """Draft tokens that llguidance has followed: each with the place after it, and llguidance's tokens for it."""
         self._is_lost = False
         """The output is one that the grammar does not know without whitespace."""
+        self._began, self._spent_s = time.monotonic(), 0.0
+        """When this was made, and how long it took since then to say what is forced."""
 
     def clone(self) -> ForcedText:
         """Another one that stands where this one does."""
@@ -235,8 +239,16 @@ class ForcedText:
     def after(self, path: Sequence[int]) -> tuple[tuple[int, float], ...]:
         """The tokens that must follow these draft tokens, which follow the output, one after the other with the
         probability of each; empty where there is a choice."""
+        start = time.monotonic()
+        if self._spent_s > _AT_ONCE_S + _SHARE * (start - self._began) or len(path) > _MOST_PATH:
+            return ()
+        found = self._after(path)
+        self._spent_s += time.monotonic() - start
+        return found
+
+    def _after(self, path: Sequence[int]) -> tuple[tuple[int, float], ...]:
         self._catch_up()
-        if self._is_lost or self._matcher is None or len(path) > _MOST_PATH:
+        if self._is_lost:
             return ()
         n = 0
         while n < min(len(path), len(self._ahead)) and path[n] == self._ahead[n][0]:

@@ -3,14 +3,16 @@
 text    The valid instances of schemas.jsonl in three layouts, as a model might write them, on the bundled vocabulary:
         which tokens the schema forces, and how many tokens a run would give if there were no other draft tokens. One
         output after the other, so the first ones show a layout that is not known yet.
-speed   Tales as JSON, greedy, by the bundled pair inflated to 0.4 B: two target ranks and a draft rank under mpirun, one
-        thread each. Drafters take turns; ratios are of one prompt. All outputs must be the same.
+speed   Tales as JSON, greedy, by the bundled pair inflated to 0.4 B: two target ranks and a draft rank under mpirun,
+        one thread each. Drafters take turns; ratios are of one prompt. All outputs must be the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,8 +82,7 @@ def share(vocab: Vocab, layout: dict[str, Any]) -> tuple[int, int, int, int]:
         at = 0
         while forced is not None and at < len(tokens):
             drafted = [token for token, _ in forced.after(())]
-            n = next((i for i, pair in enumerate(zip(drafted, tokens[at:])) if pair[0] != pair[1]), None)
-            n = min(len(drafted), len(tokens) - at) if n is None else n
+            n = sum(itertools.takewhile(bool, map(operator.eq, drafted, tokens[at:])))
             n_drafted, n_right, n_runs = n_drafted + len(drafted), n_right + n, n_runs + 1
             for token in tokens[at : at + n + 1]:
                 forced.accept(token)

@@ -39,6 +39,16 @@ MODES = (
 )
 
 
+GRAMMAR = 2
+"""Id of the drafter that drafts what grammars force: after the draft model's, and n-grams."""
+FORCED = (
+    SpeculationConfig(mode="async"),
+    SpeculationConfig(mode="async", drafters=("grammar",)),
+    SpeculationConfig(mode="speculative", drafters=("ngram", "grammar")),
+    SpeculationConfig(mode="async", drafters=("draft", "grammar"), policy="thresholds"),
+)
+
+
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     """Two ranks and a draft model. `exact`: so draft tokens change no bit."""
@@ -81,6 +91,28 @@ def test_outputs_are_those_of_whole_rows(name: str, sampling: SamplingConfig, se
     requests = [session.submit(asked(prompt, sampling, 90, mode)) for mode in MODES]
     assert answered(session, requests) == [text] * len(MODES)
     assert {request.continued.redrawn for request in requests} == {whole.continued.redrawn}
+
+
+@pytest.mark.parametrize("name", ["person", "few", "union"])
+def test_what_a_schema_forces_is_drafted(name: str, session: Session) -> None:
+    prompt, sampling = session.tokenize(PROMPT), SamplingConfig(temp=1.0, seed=4, json_schema=json.dumps(SCHEMAS[name]))
+    texts, rights = set(), list[int]()
+    for mode in (MODES[0], *FORCED):
+        stats = RequestStats()
+        texts.update(answered(session, [session.submit(asked(prompt, sampling, 150, mode), stats)]))
+        rights.append(stats.counters.by_drafter.get(GRAMMAR, [0, 0])[1])
+    assert len(texts) == 1
+    assert rights[0] == 0
+    assert all(rights[1:])
+
+
+def test_there_is_no_drafting_without_a_schema(session: Session) -> None:
+    """Where only grammars could be drafted from."""
+    prompt, stats = session.tokenize(PROMPT), RequestStats()
+    grammar = SamplingConfig(temp=0, grammar=GRAMMARS[next(iter(GRAMMARS))].grammar)
+    for sampling in (SamplingConfig(temp=0), grammar):
+        answered(session, [session.submit(asked(prompt, sampling, 20, FORCED[1]), stats)])
+        assert (stats.counters.by_drafter, stats.speculation.mode) == ({}, "iterative")
 
 
 def test_requests_with_different_grammars_share_the_pipeline(session: Session) -> None:

@@ -9,9 +9,11 @@ from typing import cast
 
 import numpy as np
 import pytest
+from support.grammars import followed
 
 from ggpipe.core.prompt import ToolChoice
 from ggpipe.core.request import Token
+from ggpipe.llama.forced_text import ByteVocab
 from ggpipe.llama.guided_grammar import GuidanceVocab, GuidedGrammar
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.chat.answer import AnswerFormat, WholeAnswer, whole_answer
@@ -208,3 +210,18 @@ def test_what_is_let_through_is_read(guidance: GuidanceVocab, form: Form) -> Non
         assert (answer.text, len(answer.calls)) == ("", 1), text
         if choice.name is not None:
             assert answer.calls[0].name == choice.name
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_calls_are_drafted_as_far_as_they_are_forced(form: Form, vocab: Vocab) -> None:
+    """All but the values, and which tool is called; what is forced is what models write."""
+    byte_vocab = ByteVocab(vocab)
+    n_forced, n_right = 0, 0
+    for _ in range(2):  # the second one in the layout of the first
+        forced = byte_vocab.text(grammar_of(form, reasoning_format("", ""), ToolChoice(must_call=True)))
+        assert forced is not None
+        n_forced, n_right, _ = followed(forced, vocab.inner_tokens(TEXTS[form]))
+        forced.close()
+    assert n_right >= 0.7 * n_forced
+    assert n_right >= 0.3 * len(vocab.inner_tokens(TEXTS[form]))
+    byte_vocab.close()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jsonschema
 
+from ggpipe.llama.forced_text import ForcedText
 from ggpipe.llama.guided_grammar import GuidanceVocab, GuidedGrammar
 from ggpipe.text.grammar.check import Constraint, check
 
@@ -247,3 +248,18 @@ def guided(schema: Any, guidance: GuidanceVocab) -> GuidedGrammar:
     checked = check(Constraint(json_schema=json.dumps(schema)))
     assert not checked.problem
     return guidance.matcher(checked.lark)
+
+
+def followed(forced: ForcedText, tokens: Sequence[int]) -> tuple[int, int, int]:
+    """Follow an output: how many tokens were forced, how many of these are right, and how many runs it takes."""
+    n_forced, n_right, n_runs, at = 0, 0, 0, 0
+    while at < len(tokens):
+        named = [token for token, _ in forced.after(())]
+        n = 0
+        while n < min(len(named), len(tokens) - at) and named[n] == tokens[at + n]:
+            n += 1
+        n_forced, n_right, n_runs = n_forced + len(named), n_right + n, n_runs + 1
+        for token in tokens[at : at + n + 1]:
+            forced.accept(token)
+        at += n + 1
+    return n_forced, n_right, n_runs

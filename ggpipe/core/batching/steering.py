@@ -10,6 +10,7 @@ from ggpipe.core.batching.pipeline_state import PipelineState
 from ggpipe.core.draft_messages import Accepted, DrafterMessage, EndDrafting, Shared
 from ggpipe.core.drafters.base import TextDrafter
 from ggpipe.core.drafters.calibration import Pace
+from ggpipe.core.drafters.request_drafters import DrafterState
 from ggpipe.core.events import ToDrafter
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
 from ggpipe.core.tree import Node
@@ -39,7 +40,7 @@ class Steering:
         self._pipeline.set_turns(state, len(served) == 1)
         self._set_look_aheads(state, served)
         messages: list[ToDrafter] = []
-        for drafter, known in state.drafters:
+        for drafter, known in _models_first(state):
             known.told_look_ahead = known.look_ahead
             self._tell(state, drafter, state.begin(n_ctx, known.look_ahead), messages)
         self._share_all(state, messages)
@@ -53,7 +54,7 @@ class Steering:
         self._set_look_aheads(state, served)
         least_path = frontier.least_path(self._pipeline, state, served)
         messages: list[ToDrafter] = []
-        for drafter, known in state.drafters:
+        for drafter, known in _models_first(state):
             if known.is_paused:
                 state.counters.paused(drafter)
             if known.is_steered:
@@ -172,3 +173,8 @@ class Steering:
             nodes = state.add(micro_batch, self._pipeline.now)
             if text_drafter.joins:
                 self._share_with_models(drafter, state, nodes, messages)
+
+
+def _models_first(state: RequestState) -> list[tuple[int, DrafterState]]:
+    """The drafters of a request in the order in which they are told: draft models may be sent what others answer."""
+    return sorted(state.drafters, key=lambda one: one[1].answers_at_once)
