@@ -84,7 +84,8 @@ class ByteVocab:
         self.first = vocab.n_tokens
         """The token of byte 0; those of others follow."""
         self.ends = frozenset(vocab.end_tokens)
-        self.special = frozenset((*vocab.special_tokens.values(), *self.ends))
+        self.special = self.ends
+        """Tokens that have no text in a grammar."""
         self.habits = Spacing()
         """Those of all outputs."""
         self._lock = threading.Lock()
@@ -125,6 +126,7 @@ class ByteVocab:
         return found
 
     def _read(self) -> int | None:
+        self.special = frozenset((*self.vocab.special_tokens.values(), *self.ends))
         pieces = [b""] * self.first + [bytes((byte,)) for byte in range(256)]
         for token in self.special:
             pieces[token] = _SPECIAL + (self.vocab.text(token).encode() or b"%d" % token)
@@ -212,6 +214,7 @@ class ForcedText:
 
     def clone(self) -> ForcedText:
         """Another one that stands where this one does."""
+        assert self._matcher is not None
         self._go_back(0)
         other = ForcedText(self._vocab, self._own.llg_clone_matcher(self._matcher))
         other._place, other._last, other._is_lost = self._place, self._last, self._is_lost
@@ -247,6 +250,8 @@ class ForcedText:
         return found
 
     def _after(self, path: Sequence[int]) -> tuple[tuple[int, float], ...]:
+        if self._matcher is None:
+            return ()
         self._catch_up()
         if self._is_lost:
             return ()

@@ -110,7 +110,7 @@ def test_what_is_forced_after_draft_tokens_is_what_is_forced_after_the_same_text
     clone = forced.clone()
     assert clone.after(()) == forced.after(())
     forced.close()
-    assert clone.after(()) == ()
+    assert forced.after(()) == ()
     clone.close()
 
 
