@@ -54,7 +54,10 @@ class Drafters:
         """The ids of those that draft for a request. `forces`: it has a grammar that knows what it forces."""
         if not self.takes_back:
             return ()
-        named = registry.chosen(speculation.drafters, self._models_kinds)
+        names = speculation.drafters
+        if names is None and not self._models_kinds:
+            names = (registry.GRAMMAR,)
+        named = registry.chosen(names, self._models_kinds)
         if not forces:
             named = tuple(drafter for drafter in named if self._labels[drafter] != registry.GRAMMAR)
         return tuple(drafter for drafter in named if drafter in self.in_head or drafter in self._models)

@@ -28,6 +28,7 @@ _MOST_PATH = 96  # draft tokens before it
 _AT_ONCE_S, _SHARE = 0.1, 0.05  # of the head's time: some grammars are slow to follow
 _SPACES = frozenset(b" \t\n\r")
 _OPENS, _CLOSES, _MARKS = frozenset(b"{["), frozenset(b"}]"), frozenset(b'{}[],:"')
+_SEPARATORS = frozenset(b",:")
 _QUOTE, _BACKSLASH = b'"\\'
 _INSIDE, _SPACED, _LAST, _UNKNOWN = 0.97, 0.9, 0.8, 0.5
 """Probability of a token within forced text, of one with whitespace that the output has used before, of the last one,
@@ -37,7 +38,7 @@ corrects these (`core.drafters.calibration`)."""
 
 class Spacing:
     """Which whitespace is between the parts of JSON, by place and depth: after a bracket that opens (`{`), a comma or a
-    colon, and before a bracket that closes (`}`)."""
+    colon, before a bracket that closes (`}`), and before a comma or a colon (`<,`, `<:`)."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], bytes] = {}
@@ -57,13 +58,15 @@ class Spacing:
         """The whitespace that is usual there; None: nothing is known."""
         if (space := self._seen.get((place, depth))) is not None:
             return space
-        latest = reversed(self._seen.items())
-        alike = next((one for one in latest if one[0][0] in _ALIKE[place] or (place != ":" and b"\n" in one[1])), None)
+        latest, is_line = reversed(self._seen.items()), place in _LINES
+        alike = next((one for one in latest if one[0][0] in _ALIKE[place] or (is_line and b"\n" in one[1])), None)
         return _indented(alike[1], alike[0][1], depth) if alike is not None else None
 
 
-_ALIKE = {":": ":", ",": ",", "{": "{}", "}": "{}"}
-"""By place: those with the same whitespace. Where lines break, they also break at commas and brackets."""
+_ALIKE = {place: (place,) for place in (":", ",", "<:", "<,")} | {"{": ("{", "}"), "}": ("{", "}")}
+"""By place: those with the same whitespace."""
+_LINES = ("{", ",", "}")
+"""Where lines break anywhere, they break in these places."""
 
 
 def _indented(space: bytes, there: int, depth: int) -> bytes:
@@ -175,7 +178,9 @@ class _Place:
             return "}"
         if self.mark in _OPENS:
             return "{"
-        return chr(self.mark) if self.mark else None
+        if self.mark:
+            return chr(self.mark)
+        return f"<{chr(byte)}" if byte in _SEPARATORS else None
 
     def depth_before(self, byte: int) -> int:
         return self.depth - (byte in _CLOSES)
@@ -329,7 +334,7 @@ class ForcedText:
                 depth = place.depth_before(byte)
                 usual = self._spacing.at(name, depth)
                 if usual is None:
-                    usual, is_known = self._vocab.habits.at(name, depth), False
+                    usual, is_known = self._vocab.habits.at(name, depth), name[0] == "<"  # where there seldom is any
                 if usual is not None and usual.startswith(place.space):
                     space = usual[len(place.space) :]
             self._consume(token)

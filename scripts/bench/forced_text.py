@@ -4,7 +4,8 @@ text    The valid instances of schemas.jsonl in three layouts, as a model might 
         which tokens the schema forces, and how many tokens a run would give if there were no other draft tokens. One
         output after the other, so the first ones show a layout that is not known yet.
 speed   Tales as JSON, greedy, by the bundled pair inflated to 0.4 B: two target ranks and a draft rank under mpirun,
-        one thread each. Drafters take turns; ratios are of one prompt. All outputs must be the same.
+        one thread each. Drafters take turns; ratios are of one prompt. Outputs may differ where two tokens are about as
+        probable, since other runs round otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 
 import ggpipe
 from ggpipe.config.model import ModelConfig
-from ggpipe.errors import GgpipeError
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.llama.forced_text import ByteVocab
 from ggpipe.llama.gguf import ModelFile
@@ -102,24 +102,24 @@ def measure_text() -> None:
 def measure_speed(n_rounds: int, n_predict: int) -> None:
     pair = inflated_pair()
     ratios: dict[str, list[float]] = {setting: [] for setting in SETTINGS}
+    n_other = dict.fromkeys(SETTINGS, 0)
     common: dict[str, Any] = {"n_ctx": 2048, "threads": 1, "cache_prompt": False, "temp": 0, "n_predict": n_predict}
     with ggpipe.Engine(pair.target, draft=pair.draft, layer_split="0.5,0.5/1.0", **common) as engine:
         for number in range(n_rounds + 1):
             for prompt in PROMPTS:
                 seconds: dict[str, float] = {}
-                texts = set()
+                texts: dict[str, str] = {}
                 for setting in SETTINGS[number % len(SETTINGS) :] + SETTINGS[: number % len(SETTINGS)]:
                     how = {"mode": ITERATIVE} if setting == ITERATIVE else {"mode": "async", "spec_type": setting}
                     answer = engine.generate(prompt, json_schema=TALE, **how).wait()  # type: ignore[arg-type]
-                    texts.add(answer.text)
+                    texts[setting] = answer.text
                     seconds[setting] = sum(answer.stats.itl_s)
-                if len(texts) != 1:
-                    raise GgpipeError(f"outputs differ: {texts}")
                 for setting in SETTINGS if number else ():  # the first round learns
                     ratios[setting].append(seconds[ITERATIVE] / seconds[setting])
-    print("| drafters | x iterative |\n|---|---|")
+                    n_other[setting] += texts[setting] != texts[ITERATIVE]
+    print("| drafters | x iterative | outputs that differ |\n|---|---|---|")
     for setting in SETTINGS:
-        print(f"| {setting} | {middle(ratios[setting])} |")
+        print(f"| {setting} | {middle(ratios[setting])} | {n_other[setting]} |")
 
 
 def main() -> None:

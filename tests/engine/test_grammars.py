@@ -106,6 +106,19 @@ def test_what_a_schema_forces_is_drafted(name: str, session: Session) -> None:
     assert all(rights[1:])
 
 
+def test_what_a_schema_forces_is_drafted_without_a_draft_model() -> None:
+    config = EngineConfig(ModelConfig(path=TARGET), ContextConfig(n_ctx=1024, n_seq=2), n_requests=2)
+    with local_session(config, 2) as session:
+        prompt, sampling = session.tokenize(PROMPT), SamplingConfig(temp=0, json_schema=json.dumps(SCHEMAS["person"]))
+        iterative, stats = RequestStats(), RequestStats()
+        both = (MODES[0], iterative), (SpeculationConfig(), stats)
+        texts = answered(session, [session.submit(asked(prompt, sampling, 100, mode), own) for mode, own in both])
+    assert texts[0] == texts[1]
+    assert stats.counters.by_drafter[1][1] > 0
+    assert stats.counters.accepted_tokens > 0
+    assert not iterative.counters.by_drafter
+
+
 def test_there_is_no_drafting_without_a_schema(session: Session) -> None:
     """Where only grammars could be drafted from."""
     prompt, stats = session.tokenize(PROMPT), RequestStats()
