@@ -31,7 +31,7 @@ from ggpipe.core.events import (
 )
 from ggpipe.core.messages import LogitsRequest, Restore, Row, RowLogits, Run, RunRecord
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, PrefixOrder
-from ggpipe.core.request import Finish, Limits, Request
+from ggpipe.core.request import DraftCheck, Finish, Limits, Request
 from ggpipe.core.request_state import RequestState
 from ggpipe.core.scheduler import Scheduler
 from support.fake_drafts import Adversary, AnyDraft, RealDraft, TextDraft
@@ -64,6 +64,7 @@ class Head:
         if restored.tokens is not None:
             self.pipeline.restore(restored.tokens, restored.more)
         self.seen: dict[int, Seen] = {}
+        self.draft_check: DraftCheck | None = None
         self.to_sample: collections.deque[Sample] = collections.deque()
         self.to_fetch: collections.deque[Fetch] = collections.deque()
         self.orders: dict[int, SeenOrder] = {}
@@ -91,7 +92,7 @@ class Head:
 
     def arrive(self, request: Request) -> None:
         seen = self.seen[request.id] = Seen(request, n_sampled=request.n_resumed)
-        self.handle(Arrived(request, self._want(seen), seen.counters))
+        self.handle(Arrived(request, self._want(seen), seen.counters, self.draft_check))
 
     def resume(self, lost: Head, n_tokens: Callable[[int], int]) -> None:
         """All that another head did not finish goes on here. `n_tokens`: how many of its tokens are known, of all."""
@@ -162,7 +163,7 @@ class Head:
         batch = draft.batches.popleft()
         assert batch.drafter == draft.id
         self.handle(Drafted(batch))
-        if not self._is_open(batch.request) or not isinstance(draft, RealDraft):
+        if self.draft_check or not self._is_open(batch.request) or not isinstance(draft, RealDraft):
             return
         state = self.state(batch.request)
         tokens = self.seen[batch.request].tokens

@@ -27,6 +27,19 @@ Kind = Literal["model", "adversary", "echo", "silent", "ngram", "grammar"]
 
 
 @dataclass(frozen=True)
+class Fussy:
+    """A grammar that a third of all draft tokens do not fit, whatever the model writes."""
+
+    seed: int
+
+    def fits(self, path: Tokens, token: int) -> bool:
+        return chance(self.seed, path, token) % 3 > 0
+
+    def forced(self, path: Tokens) -> tuple[tuple[int, float], ...]:
+        return ()
+
+
+@dataclass(frozen=True)
 class Scenario:
     limits: Limits
     draft_limits: Limits
@@ -51,11 +64,14 @@ class Scenario:
     draft_restored: Restored = NO_FILES
     window: int = 0
     """Of draft models."""
+    is_fussy: bool = False
+    """Many draft tokens do not fit."""
 
     def open(self) -> Head:
         drafts = [self._draft(number, kind) for number, kind in enumerate(self.drafts)]
         head = Head(self.limits, self.n_stages, self.model, drafts, self.restored, self.hybrid, self.drops)
         head.fetches = self.seed % 2 == 1
+        head.draft_check = Fussy(self.seed) if self.is_fussy else None
         return head
 
     def _draft(self, number: int, kind: Kind) -> RealDraft | TextDraft | Adversary:
@@ -206,6 +222,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
         drops=draw(DROPS),
+        is_fussy=draw(st.booleans()),
         window=draw(st.sampled_from([0, 0, 0, 4, 7, 12, 20])),
     )
 
@@ -244,6 +261,7 @@ def thickets(draw: st.DrawFn) -> Scenario:
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
         drops=draw(DROPS),
+        is_fussy=draw(st.booleans()),
     )
 
 
@@ -296,6 +314,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
         drops=draw(DROPS),
+        is_fussy=draw(st.booleans()),
         alike=0.9,
         restored=restored(target),
         draft_restored=restored(draft),
