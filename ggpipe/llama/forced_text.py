@@ -1,4 +1,4 @@
-"""What a grammar leaves no choice in: names of properties, quotes, brackets, the rest of a word from a list.
+"""Text that a grammar forces: names of properties, quotes, brackets, the rest of a word from a list.
 
 llguidance follows the output here byte by byte, through the same grammar for JSON without whitespace. So it says which
 bytes must come next. Whitespace between the parts of JSON is not forced: each model has its own habits. They are taken
@@ -14,15 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ggpipe.errors import UsageError
-from ggpipe.llama.llguidance import MatcherInit, TokenizeFunction, TokenizerInit, library
+from ggpipe.llama.llguidance import TokenizeFunction, library, new_matcher, new_tokenizer
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.grammar.json_schema import without_whitespace
 
 _SPECIAL = b"\xff"
-_MESSAGE_BYTES = 512
 _MOST_BYTES = 160  # of forced text at a time
 _MOST_PATH = 96  # draft tokens before it
 _AT_ONCE_S, _SHARE = 0.1, 0.05  # of the head's time: some grammars are slow to follow
@@ -113,44 +110,25 @@ class ByteVocab:
     def text(self, lark: str) -> ForcedText | None:
         """What a grammar forces at the beginning. `lark`: as `text.grammar.check.check` returns it. None where
         llguidance cannot follow it like this."""
-        own, init = library(), MatcherInit()
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._read()
-        if self._tokenizer is None:
-            return None
-        own.llg_constraint_init_set_defaults(ctypes.byref(init), self._tokenizer)
-        init.log_buffer_level = init.log_stderr_level = 0
-        matcher = own.llg_new_matcher(ctypes.byref(init), b"lark", without_whitespace(lark).encode())
+        matcher = new_matcher(self._tokenizer, without_whitespace(lark))
         found = ForcedText(self, matcher)
-        if own.llg_matcher_get_error(matcher):
+        if library().llg_matcher_get_error(matcher):
             found.close()
             return None
         return found
 
-    def _read(self) -> int | None:
+    def _read(self) -> int:
         self.special = frozenset((*self.vocab.special_tokens.values(), *self.ends))
         pieces = [b""] * self.first + [bytes((byte,)) for byte in range(256)]
         for token in self.special:
             pieces[token] = _SPECIAL + (self.vocab.text(token).encode() or b"%d" % token)
-        lengths = np.array([len(piece) for piece in pieces], np.uint32)
-        ends = sorted(self.ends)
-        init = TokenizerInit(
-            struct_size=ctypes.sizeof(TokenizerInit),
-            vocab_size=len(pieces),
-            tok_eos=ends[0] if ends else 2**32 - 1,
-            token_lens=lengths.ctypes.data,
-            token_bytes=b"".join(pieces),
-            tokenize_fn=ctypes.cast(self._function, ctypes.c_void_p),
-            tok_eos_extra=(ctypes.c_uint32 * len(ends))(*ends),
-            tok_eos_extra_count=len(ends),
-        )
-        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        found: int | None = library().llg_new_tokenizer_v2(ctypes.byref(init), message, len(message))
-        return found
+        return new_tokenizer(pieces, self.ends, self._function)
 
     def close(self) -> None:
-        """Free it, after all texts. A second call does nothing."""
+        """Free it, after all `ForcedText`. A second call does nothing."""
         with self._lock:
             if self._tokenizer is not None:
                 library().llg_free_tokenizer(self._tokenizer)

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.errors import RunError, UsageError
+from ggpipe.errors import UsageError
 from ggpipe.llama.forced_text import ByteVocab, ForcedText
-from ggpipe.llama.llguidance import MatcherInit, TokenizerInit, library
+from ggpipe.llama.llguidance import library, new_matcher, new_tokenizer
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.grammar.json_schema import one_line
 
 _SPECIAL = b"\xff"
-_MESSAGE_BYTES = 512
 
 
 class GuidanceVocab:
@@ -46,12 +45,8 @@ class GuidanceVocab:
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._read()
-        own, init = library(), MatcherInit()
-        own.llg_constraint_init_set_defaults(ctypes.byref(init), self._tokenizer)
-        init.log_buffer_level = init.log_stderr_level = 0
-        init.limits.verbose_errors = False
         text = self._bytes.text(lark) if forces else None
-        grammar = GuidedGrammar(self, own.llg_new_matcher(ctypes.byref(init), b"lark", lark.encode()), text)
+        grammar = GuidedGrammar(self, new_matcher(self._tokenizer, lark), text)
         if error := grammar.error:
             grammar.close()
             raise UsageError(f"llguidance cannot follow this grammar or schema: {error}; simplify it")
@@ -63,24 +58,7 @@ class GuidanceVocab:
             _SPECIAL + (self.vocab.text(token).encode() or piece) if token in special else piece
             for token, piece in enumerate(self.vocab.pieces())
         ]
-        lengths = np.array([len(piece) for piece in pieces], np.uint32)
-        ends = sorted(self.ends)
-        extra = (ctypes.c_uint32 * len(ends))(*ends)
-        init = TokenizerInit(
-            struct_size=ctypes.sizeof(TokenizerInit),
-            vocab_size=len(pieces),
-            tok_eos=ends[0] if ends else 2**32 - 1,
-            token_lens=lengths.ctypes.data,
-            token_bytes=b"".join(pieces),
-            use_approximate_greedy_tokenize_fn=True,
-            tok_eos_extra=extra,
-            tok_eos_extra_count=len(ends),
-        )
-        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        found: int | None = library().llg_new_tokenizer_v2(ctypes.byref(init), message, len(message))
-        if not found:
-            raise RunError(f"llguidance cannot use the model's vocabulary: {message.value.decode(errors='replace')}")
-        return found
+        return new_tokenizer(pieces, self.ends)
 
     def close(self) -> None:
         """Free it, after all grammars. A second call does nothing."""

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Collection, Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any, ClassVar
+
+import numpy as np
 
 from ggpipe.errors import RunError
 
 _VERSION = "llguidance@1."
+_MESSAGE_BYTES = 512
 
 
 class TokenizerInit(ctypes.Structure):
@@ -100,4 +104,37 @@ def library() -> Any:
         raise RunError("the installed llguidance has no C interface: install version 1.9") from e
     if not version.startswith(_VERSION):
         raise RunError(f"{version} is installed: install llguidance 1.9")
+    return found
+
+
+def new_tokenizer(pieces: Sequence[bytes], ends: Collection[int], tokenize: Any = None) -> int:
+    """llguidance's tokenizer for tokens with these texts, of which `ends` end the output. `tokenize`: a
+    `TokenizeFunction`, to be kept as long as the tokenizer; None: text is split greedily. Takes a second for 150,000
+    tokens. Raises RunError if it cannot use them."""
+    lengths, in_order = np.array([len(piece) for piece in pieces], np.uint32), sorted(ends)
+    init = TokenizerInit(
+        struct_size=ctypes.sizeof(TokenizerInit),
+        vocab_size=len(pieces),
+        tok_eos=in_order[0] if in_order else 2**32 - 1,
+        token_lens=lengths.ctypes.data,
+        token_bytes=b"".join(pieces),
+        tokenize_fn=ctypes.cast(tokenize, c_void_p) if tokenize is not None else None,
+        use_approximate_greedy_tokenize_fn=tokenize is None,
+        tok_eos_extra=(c_uint32 * len(in_order))(*in_order),
+        tok_eos_extra_count=len(in_order),
+    )
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    found: int | None = library().llg_new_tokenizer_v2(ctypes.byref(init), message, len(message))
+    if not found:
+        raise RunError(f"llguidance cannot use the model's vocabulary: {message.value.decode(errors='replace')}")
+    return found
+
+
+def new_matcher(tokenizer: int, lark: str) -> int:
+    """llguidance's matcher for a grammar, in its first state. It may have an error."""
+    own, init = library(), MatcherInit()
+    own.llg_constraint_init_set_defaults(ctypes.byref(init), tokenizer)
+    init.log_buffer_level = init.log_stderr_level = 0
+    init.limits.verbose_errors = False
+    found: int = own.llg_new_matcher(ctypes.byref(init), b"lark", lark.encode())
     return found

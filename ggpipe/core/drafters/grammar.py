@@ -1,4 +1,4 @@
-"""A drafter for outputs that a grammar constrains: it drafts what the grammar leaves no choice in.
+"""A drafter for outputs that a grammar constrains: it drafts the tokens in which the grammar leaves no choice.
 
 Of JSON, that is all but the values: names, quotes, brackets and commas, as soon as the token before them is known.
 Draft tokens of others count as known, so a draft model is given the names between the values that it drafts.
