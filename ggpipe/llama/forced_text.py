@@ -87,7 +87,7 @@ class ByteVocab:
         self.special = self.ends
         """Tokens that have no text in a grammar."""
         self.habits = Spacing()
-        """Those of all outputs."""
+        """The spacing of all outputs. Only the thread that follows them uses it."""
         self._lock = threading.Lock()
         self._tokenizer: int | None = None
         self._function = TokenizeFunction(self._tokenize)
@@ -108,8 +108,8 @@ class ByteVocab:
             return ()
 
     def text(self, lark: str) -> ForcedText | None:
-        """What a grammar forces at the beginning. `lark`: as `text.grammar.check.check` returns it. None where
-        llguidance cannot follow it like this."""
+        """The text that a grammar forces, at the beginning of the output. `lark`: as `text.grammar.check.check` returns
+        it. None if llguidance cannot follow the grammar without whitespace. Raises RunError as `new_tokenizer`."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._read()
@@ -175,7 +175,7 @@ class _Place:
 
 
 class ForcedText:
-    """What a grammar forces after a part of the output (see the module's docstring)."""
+    """The text that a grammar forces after a part of the output (see the module's docstring)."""
 
     def __init__(self, vocab: ByteVocab, matcher: int) -> None:
         """`matcher`: llguidance's, which belongs to this from now on."""
@@ -296,7 +296,7 @@ class ForcedText:
         return place, n
 
     def _forced(self, place: _Place) -> Iterator[_Part]:
-        """What must come next, with whitespace between. It is consumed."""
+        """The bytes and special tokens that must come next, with whitespace between. llguidance consumes them."""
         found = (ctypes.c_uint32 * _MOST_BYTES)()
         n = int(self._own.llg_matcher_compute_ff_tokens(self._matcher, found, _MOST_BYTES))
         for token in found[: max(n, 0)]:

@@ -108,9 +108,11 @@ def library() -> Any:
 
 
 def new_tokenizer(pieces: Sequence[bytes], ends: Collection[int], tokenize: Any = None) -> int:
-    """llguidance's tokenizer for tokens with these texts, of which `ends` end the output. `tokenize`: a
-    `TokenizeFunction`, to be kept as long as the tokenizer; None: text is split greedily. Takes a second for 150,000
-    tokens. Raises RunError if it cannot use them."""
+    """Make a tokenizer for a vocabulary of these pieces of text, indexed by token. `ends`: tokens that end the output.
+    `tokenize`: a `TokenizeFunction`, which the caller keeps as long as the tokenizer; None splits text greedily.
+
+    Takes a second for 150,000 tokens. Raises RunError if llguidance cannot use the vocabulary.
+    """
     lengths, in_order = np.array([len(piece) for piece in pieces], np.uint32), sorted(ends)
     init = TokenizerInit(
         struct_size=ctypes.sizeof(TokenizerInit),
@@ -131,7 +133,7 @@ def new_tokenizer(pieces: Sequence[bytes], ends: Collection[int], tokenize: Any 
 
 
 def new_matcher(tokenizer: int, lark: str) -> int:
-    """llguidance's matcher for a grammar, in its first state. It may have an error."""
+    """Make a matcher for a grammar, in its first state. `llg_matcher_get_error` tells whether it can be followed."""
     own, init = library(), MatcherInit()
     own.llg_constraint_init_set_defaults(ctypes.byref(init), tokenizer)
     init.log_buffer_level = init.log_stderr_level = 0

@@ -75,9 +75,9 @@ def outputs() -> Iterator[tuple[str, Any]]:
 
 def share(vocab: Vocab, layout: dict[str, Any]) -> tuple[int, int, int, int]:
     """Tokens of all outputs, draft tokens, how many of them are right, and runs."""
-    text_vocab, n_tokens, n_drafted, n_right, n_runs = ByteVocab(vocab), 0, 0, 0, 0
+    byte_vocab, n_tokens, n_drafted, n_right, n_runs = ByteVocab(vocab), 0, 0, 0, 0
     for lark, value in outputs():
-        forced = text_vocab.text(lark)
+        forced = byte_vocab.text(lark)
         tokens = vocab.inner_tokens(json.dumps(value, ensure_ascii=False, **layout))
         at = 0
         while forced is not None and at < len(tokens):
@@ -108,15 +108,15 @@ def measure_speed(n_rounds: int, n_predict: int) -> None:
         for number in range(n_rounds + 1):
             for prompt in PROMPTS:
                 seconds: dict[str, float] = {}
-                texts: dict[str, str] = {}
+                written: dict[str, str] = {}
                 for setting in SETTINGS[number % len(SETTINGS) :] + SETTINGS[: number % len(SETTINGS)]:
                     how = {"mode": ITERATIVE} if setting == ITERATIVE else {"mode": "async", "spec_type": setting}
                     answer = engine.generate(prompt, json_schema=TALE, **how).wait()  # type: ignore[arg-type]
-                    texts[setting] = answer.text
+                    written[setting] = answer.text
                     seconds[setting] = sum(answer.stats.itl_s)
                 for setting in SETTINGS if number else ():  # the first round learns
                     ratios[setting].append(seconds[ITERATIVE] / seconds[setting])
-                    n_other[setting] += texts[setting] != texts[ITERATIVE]
+                    n_other[setting] += written[setting] != written[ITERATIVE]
     print("| drafters | x iterative | outputs that differ |\n|---|---|---|")
     for setting in SETTINGS:
         print(f"| {setting} | {middle(ratios[setting])} | {n_other[setting]} |")

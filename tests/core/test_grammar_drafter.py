@@ -1,4 +1,4 @@
-"""A drafter that drafts what a grammar forces: where, how far, and each token once."""
+"""The drafter of forced tokens: where it drafts them, how far, and each of them once."""
 
 from __future__ import annotations
 

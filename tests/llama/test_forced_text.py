@@ -1,4 +1,4 @@
-"""What a grammar forces, on a real vocabulary: as the text that follows has it, in any layout."""
+"""Forced text on a real vocabulary: the tokens that an output has there, in any layout."""
 
 from __future__ import annotations
 

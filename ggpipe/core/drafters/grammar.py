@@ -73,7 +73,7 @@ class GrammarDrafter:
 
 
 class _GrammarRequest:
-    """What is drafted for one request."""
+    """The draft tokens of one request."""
 
     def __init__(self, begin: BeginDrafting) -> None:
         self.epoch = 0
@@ -93,19 +93,20 @@ class _GrammarRequest:
         self.epoch = epoch
 
     def draft(self, draft_check: DraftCheck | None, look_ahead: int) -> list[Expansion]:
-        """What is forced after the root, as far as it was not sent yet."""
+        """Draft the tokens that are forced after the root and were not sent yet."""
         self._deepest = min(look_ahead, self._begin.n_left - self.epoch - 1)
         return list(self._chain(draft_check, (), ROOT))
 
     def draft_after(self, draft_check: DraftCheck | None, shared: Sequence[SharedToken]) -> list[Expansion]:
-        """What is forced after these draft tokens of others, where none of them follows: those that follow fit the
-        grammar, so they are what it forces."""
+        """Draft the tokens that are forced after these draft tokens of others. Where others went on drafting, their
+        tokens fit the grammar, so any forced ones are there already."""
         parents = {token.path[:-1] for token in shared}
         last = (token for token in shared if token.path not in parents)
         return [one for token in last for one in self._chain(draft_check, token.path, token.number)]
 
     def _chain(self, draft_check: DraftCheck | None, path: tuple[int, ...], parent: int) -> Iterator[Expansion]:
-        """What is forced after a path, as far as it was not sent yet. `parent`: the number of the path's last token."""
+        """The tokens that are forced after a path and were not sent yet. `parent`: the number of the path's last
+        token."""
         forced = draft_check.forced(path) if draft_check is not None and len(path) < self._deepest else ()
         probability = 1.0
         for token, prob in forced[: self._deepest - len(path)]:

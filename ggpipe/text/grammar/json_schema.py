@@ -94,8 +94,8 @@ def guidance_schema(schema: Any) -> tuple[str, list[str]]:
 
 
 def without_whitespace(lark: str) -> str:
-    """The same grammar, as `check` returns it, for JSON without whitespace between its parts; llguidance says what it
-    leaves no choice in."""
+    """Change a grammar, as `check` returns it: JSON has no whitespace between its parts, and llguidance may force
+    text."""
     return lark.removeprefix(NO_FORCING).replace(json.dumps(OPTIONS), json.dumps(_COMPACT))
 
 
