@@ -2,6 +2,7 @@
 
 rule                what it decides
 rounds              in how many runs the accepted tokens of all requests go round
+steady_runs         how long runs are in which several requests draft ahead
 draft_with_root     draft tokens that go in with accepted tokens while the pipeline has room for further runs
 
 The length of a run of draft tokens is up to `run_cost.most_per_second`. An accepted token is worth 1. A draft token is
@@ -21,6 +22,10 @@ from ggpipe.core.run_cost import RunCost, most_per_second
 _CLEARLY_LESS = 0.98
 """Times the time of a round: so much must a further run save. Fewer runs are less work for the same speed, and measured
 times are never quite equal."""
+_NEARLY = 0.99
+"""Times the highest speed: the shortest runs that are as fast as that are taken."""
+_HOPELESS = 0.5
+"""Times the speed of runs of one row: where longer ones are that slow, still longer ones are not considered."""
 _FEWEST_JUDGED = 8
 """Draft tokens that show a drafter's agreement: as many as what is assumed before counts for, see `Calibration`."""
 
@@ -161,6 +166,47 @@ def _round_times(cost: RunCost, n_tokens: int) -> dict[int, float]:
         all_s = (n - n_shorter) * cost.time(size) + n_shorter * cost.time(max(size - 1, 1))
         times[n] = max(all_s, cost.length * cost.time(size))
     return times
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyRuns:
+    """Runs of equal length, one right after another, with accepted and draft tokens of several requests."""
+
+    n_rows: int
+    """Rows of each run."""
+    n_each: float
+    """Rows of each request that are in flight. If there is one, it is its accepted token."""
+    speed: float
+    """Accepted tokens of all requests, in the unit of time."""
+
+    def n_drafted(self, probabilities: Sequence[float], cost: RunCost, n_roots: int) -> int:
+        """How many draft tokens go in with `n_roots` accepted ones: those that fill the run, as far as each brings as
+        much for its row's time as runs do on average. `probabilities`: in the order in which they are taken."""
+        n_most = max(self.n_rows - n_roots, 0)
+        for n, probability in enumerate(probabilities[:n_most]):
+            if n_roots + n and probability < self.speed * (cost.time(n_roots + n + 1) - cost.time(n_roots + n)):
+                return n
+        return min(n_most, len(probabilities))
+
+
+def steady_runs(cost: RunCost, n_requests: int, agreement: float) -> SteadyRuns:
+    """The steady runs that bring most accepted tokens a second. `agreement`: how often draft tokens are right, on
+    average over all these requests.
+
+    A request has k rows in flight, a chain that is spread evenly over the time T that a run takes in all stages. A
+    draft token is right with the chance a. Of 1 / (1 - a) accepted tokens in a row, the last one corrects a draft token
+    and comes T after its predecessor, and the others come T / k after theirs: k / (a + k (1 - a)) tokens in the time T.
+    """
+    speeds: list[float] = []
+    for n_rows in range(1, cost.most_rows + 1):
+        n_each = n_rows * cost.length / n_requests
+        tokens = n_each / (agreement + n_each * (1 - agreement)) if n_each > 1 else n_each
+        speeds.append(n_requests * tokens / (cost.length * cost.time(n_rows)))
+        if speeds[-1] < _HOPELESS * speeds[0]:
+            break
+    fastest = max(speeds)
+    n_rows = next(n for n, speed in enumerate(speeds, 1) if speed >= _NEARLY * fastest)
+    return SteadyRuns(n_rows, n_rows * cost.length / n_requests, fastest)
 
 
 def pays_beside_root(most: int, cost: RunCost, calibration: Calibration) -> bool:

@@ -104,6 +104,11 @@ class RequestDrafters:
         return self.calibration if n_due > 1 else self.leading.calibration
 
     @property
+    def any_paused(self) -> bool:
+        """A drafter is paused because it does not pay."""
+        return any([state.is_paused for state in self._states.values()])
+
+    @property
     def all_complete(self) -> bool:
         """No drafter sends more draft tokens below this root."""
         return not any(state.is_due for state in self._states.values())
