@@ -119,6 +119,11 @@ class Limits:
         return self.crowding > 0
 
     @property
+    def shares_cores(self) -> bool:
+        """Its ranks have more threads than it has cores."""
+        return self.crowding > 1
+
+    @property
     def n_rows(self) -> int:
         """Rows in a run, at most."""
         return min(self.n_batch, self.n_ubatch)

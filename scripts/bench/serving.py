@@ -73,11 +73,13 @@ def job(args: argparse.Namespace) -> int:
     """One rank's part. The head measures and prints all numbers as JSON."""
     rank = rank_in_environment() or 0
     cores = sorted(os.sched_getaffinity(0))
-    if rank < N_TARGET:  # the draft runs on any core
+    if args.one or rank < N_TARGET:  # the draft of two target ranks runs on any core
         pin_rank(rank)
     pair = inflated_pair()
     sizes = ContextConfig(n_ctx=N_CTX, n_ubatch=N_UBATCH, n_seq=2 * max(USERS))
     pipeline = PipelineConfig(LayerSplit((1 / N_TARGET,) * N_TARGET), (1,))
+    if args.one:
+        pipeline = PipelineConfig(LayerSplit((1.0,)), (1,))
     if args.group:
         pipeline = PipelineConfig(LayerSplit((1.0,), (N_TARGET,)), (1,))
     config = EngineConfig(
@@ -330,6 +332,7 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=64, help="tokens to generate for each user")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument("--draft", action="store_true", help="with a draft rank")
+    parser.add_argument("--one", action="store_true", help="a single target rank; the draft has a core of its own")
     parser.add_argument("--group", action="store_true", help="the target ranks compute one stage together")
     parser.add_argument("--prefill-slowdown", type=float, default=EngineConfig.prefill_slowdown)
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
@@ -340,8 +343,8 @@ def main() -> int:
     if args.job:
         return job(args)
     inflated_pair()
-    results = run_ranks(N_TARGET + args.draft, [*SCRIPT, "--job", *sys.argv[1:]])
-    report(results, args.n, args.draft, 1 if args.group else N_TARGET)
+    results = run_ranks((1 if args.one else N_TARGET) + args.draft, [*SCRIPT, "--job", *sys.argv[1:]])
+    report(results, args.n, args.draft, 1 if args.group or args.one else N_TARGET)
     return 0
 
 

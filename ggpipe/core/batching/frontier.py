@@ -50,6 +50,8 @@ the first one and 0.03 to each later one on two cores (the inflated pair)."""
 _AHEAD = 2.0
 """Times its rows in flight: so far drafters are ahead of a request's root where several requests share steady runs.
 With 4, drafters compute up to a third more for the same speed (simulated)."""
+_CLEARLY_LESS = 0.95
+"""Times what a token takes without draft tokens: so much must they save where a single stage waits for them."""
 _WAIT_LIMIT = 2.0
 """Times a drafter's usual pace: the longest that a fresh root waits for its next draft token."""
 
@@ -113,7 +115,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     if not all(state.is_async for state in roots):  # there are no later runs for their draft tokens
         n = len(found) if len(decoding) == 1 else most_per_second(probabilities, pipeline.cost, len(roots))
     elif len(decoding) == 1:
-        due_at = _due_at(pipeline, drafted)
+        due_at = _due_at(drafted, _usual_times(pipeline, drafted.drafters.leading.pace))
         may_wait = due_at is not None and pipeline.now < due_at
         chosen = _draft_with_single_root(pipeline, drafted, probabilities, may_wait)
         if chosen.wait_s:
@@ -122,6 +124,10 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
             n = 0 if pipeline.tries_one(1.0, sum(probabilities[: chosen.n])) else chosen.n
         else:
             n = int(bool(probabilities) and pipeline.tries_draft_token(probabilities[0]))
+    elif _gathers_drafted(pipeline):
+        n, due_at = _draft_with_roots(pipeline, roots)
+        if due_at is not None:
+            return Choice(wake_at=due_at)
     elif steady is not None:
         n = steady.n_drafted(probabilities, pipeline.cost, len(roots))
     elif rounds.best < pipeline.n_stages:
@@ -132,6 +138,39 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
         n = rounds.size + most_per_second(usual, pipeline.cost, rounds.size) - len(roots)
         n = min(n, most_per_second(probabilities, pipeline.cost, len(roots)))
     return Choice(_schedule(roots, found, min(n, len(found))))
+
+
+def _gathers_drafted(pipeline: PipelineState) -> bool:
+    """A single stage waits for draft tokens of several requests: while it does, it computes nothing for any of them.
+    Not where drafters use its cores."""
+    return pipeline.n_stages == 1 and pipeline.limits.rolls_back and not pipeline.limits.shares_cores
+
+
+def _draft_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> tuple[int, float | None]:
+    """How many draft tokens go into a single stage's run with the accepted tokens of several requests, and until when
+    the run waits for them; None: they are there, or no more are coming."""
+    n, due_at = 0, []
+    for state in roots:
+        own = _usual_with_roots(pipeline, state, len(roots))
+        n += own
+        if sum(1 for _ in itertools.islice(_nodes(state), own)) < own:
+            pace = state.drafters.leading.pace
+            at = _due_at(state, None if pace.first_s is None else pace.usual)
+            if at is not None and pipeline.now < at:
+                due_at.append(at)
+    return n, min(due_at, default=None)
+
+
+def _usual_with_roots(pipeline: PipelineState, state: RequestState, n_roots: int) -> int:
+    """How many draft tokens go into a single stage's run with the accepted token of a request, beside as many for each
+    of the others of `n_roots`."""
+    cost, known = pipeline.cost, state.drafters
+    if not (state.overlaps and state.request.drafts and cost.is_known):
+        return 0
+    n_rows = min(pipeline.limits.n_rows, cost.most_rows) // n_roots
+    most = min(state.request.speculation.most_drafted, max(n_rows - 1, 0))
+    turn = usual_turn(cost, known.calibration, known.leading.pace, most, n_roots)
+    return turn.n if turn.token_s < _CLEARLY_LESS * cost.length * cost.time(n_roots) else 0
 
 
 def _steady_runs(pipeline: PipelineState, decoding: Sequence[RequestState], rounds: Rounds) -> SteadyRuns | None:
@@ -181,9 +220,9 @@ def _may_draft_with(pipeline: PipelineState, roots: Sequence[RequestState]) -> b
     return len(roots) == 1 and again_s < pipeline.cost.time(1)
 
 
-def _due_at(pipeline: PipelineState, state: RequestState) -> float | None:
-    """Until when a root waits for the next draft token below it; None: no more are coming."""
-    times = _usual_times(pipeline, state.drafters.leading.pace)
+def _due_at(state: RequestState, times: tuple[float, float] | None) -> float | None:
+    """Until when a root waits for the next draft token below it; None: no more are coming. `times`: see
+    `_usual_times`."""
     if state.drafters.all_complete or times is None:
         return None
     first_s, next_s = times
@@ -245,6 +284,9 @@ def look_ahead(
     served = [state, *(other for other in others if isinstance(other, RequestState))]
     if state.overlaps and (steady := _steady_runs(pipeline, served, rounds)) is not None:
         return min(math.ceil(_AHEAD * steady.n_each), calibration.reach) if steady.n_each > 1 else 0
+    if others and _gathers_drafted(pipeline) and cost.is_known:
+        usual = _usual_with_roots(pipeline, state, len(others) + 1)
+        return min(2 * usual + 1, calibration.reach) if usual else 0
     if others and (rounds.best >= pipeline.n_stages or not state.is_async):
         usual = most_per_second(usual_chain(together, speculation.most_drafted, rounds.size), cost, rounds.size)
         return math.ceil(usual / rounds.size)

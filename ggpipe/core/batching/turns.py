@@ -60,15 +60,18 @@ class Turn:
     """Path probability below which a draft token takes more time than it saves."""
 
 
-def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -> Turn:
-    """The number of draft tokens of a chain, at most `most`, that brings most accepted tokens per second in turn."""
+def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int, n_roots: int = 1) -> Turn:
+    """The number of draft tokens of a chain, at most `most`, that brings most accepted tokens per second in turn.
+    `n_roots`: roots that are in the run, each with such a chain; times of tokens are those of one of them."""
     first_s, next_s = pace.usual
-    gain, best = 1.0, Turn(0, cost.length * cost.time(1), _STILL_DRAFTED)
+    alone_s = cost.time(n_roots)
+    gain, best = 1.0, Turn(0, cost.length * alone_s, _STILL_DRAFTED)
     for n, probability in enumerate(usual_chain(calibration, most), 1):
         gain += probability
-        token_s = (cost.length * cost.time(1 + n) + first_s + (n - 1) * next_s) / gain
+        run_s = cost.time(n_roots * (1 + n))
+        token_s = (cost.length * run_s + first_s + (n - 1) * next_s) / gain
         if token_s < best.token_s:
-            row_s = max(cost.time(1 + n) - cost.time(1), 0.0) / n  # measured times can fall
+            row_s = max(run_s - alone_s, 0.0) / n  # measured times can fall
             best = Turn(n, token_s, (next_s + cost.length * row_s) / token_s)
     return best
 
