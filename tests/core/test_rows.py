@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from ggpipe.core.batching.rows import Coming, DraftWithRoot, Rounds, draft_with_root, usual_chain
+from ggpipe.core.batching.rows import (
+    Coming,
+    DraftWithRoot,
+    Rounds,
+    SteadyRuns,
+    draft_with_root,
+    steady_runs,
+    usual_chain,
+)
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.run_cost import RunCost, most_per_second
 
@@ -328,3 +336,48 @@ def test_a_single_row_is_tried_when_only_longer_runs_were_timed() -> None:
         cost.ended(4, 0.28)
     assert cost.tries_one(0, 0.1)
     assert not cost.tries_one(0, 1.0), "what costs more is tried less often"
+
+
+def of_eight_stages(row_s: Callable[[int], float], longest: int = 16) -> RunCost:
+    """What runs cost in eight equal stages; runs of up to `longest` rows were tried."""
+    cost = RunCost()
+    for n in 3 * tuple(range(1, longest + 1)):
+        cost.ended(n, row_s(n), 8 * row_s(n))
+    return cost
+
+
+@pytest.mark.parametrize(
+    ("n_requests", "agreement", "row_s", "n_rows"),
+    [
+        (2, 0.7, lambda n: max(1.0, n / 3), 3),  # as many as are free
+        (8, 0.7, lambda n: max(1.0, n / 3), 3),
+        (2, 0.7, lambda n: 1 + 0.6 * (n - 1), 1),  # dear ones: the draft tokens fill runs of their own
+        (4, 0.7, lambda n: 1 + 0.6 * (n - 1), 1),
+        (8, 0.9, lambda n: 1 + 0.4 * (n - 1), 3),  # accepted tokens fill all stages: draft tokens go in with them
+        (16, 0.7, lambda n: 1 + 0.6 * (n - 1), 2),  # two accepted tokens
+    ],
+)
+def test_rows_of_steady_runs(n_requests: int, agreement: float, row_s: Callable[[int], float], n_rows: int) -> None:
+    assert steady_runs(of_eight_stages(row_s), n_requests, agreement).n_rows == n_rows
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.5, 0.9, 1.0])
+def test_speed_of_steady_runs(agreement: float) -> None:
+    """One request: the chain's bound where rows are free. Many: a token a row."""
+    cost = of_eight_stages(lambda n: 1.0)
+    one, many = steady_runs(cost, 1, agreement), steady_runs(of_eight_stages(float), 64, agreement)
+    chain = math.inf if agreement == 1 else 1 / (1 - agreement)
+    assert min(chain, 8 * one.n_rows) / 8 * 0.9 < one.speed <= chain / 8
+    assert many.speed == pytest.approx(1.0, rel=0.01)
+    assert many.n_each < 1
+
+
+def test_draft_tokens_of_steady_runs_are_worth_their_rows() -> None:
+    steady = SteadyRuns(n_rows=4, n_each=2.0, speed=0.9)
+    dear, free = of_eight_stages(lambda n: 1 + 0.5 * (n - 1)), of_eight_stages(lambda n: 1.0)
+    chances = [0.8, 0.7, 0.2, 0.1]
+    assert steady.n_drafted(chances, dear, 1) == 2
+    assert steady.n_drafted(chances, free, 1) == 3
+    assert steady.n_drafted(chances, free, 5) == 0
+    assert steady.n_drafted(chances[:1], free, 0) == 1
+    assert steady.n_drafted(chances[2:], dear, 0) == 1, "a run has a row"

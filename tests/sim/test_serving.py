@@ -151,6 +151,29 @@ def test_a_draft_does_not_slow_four_users_down(curve: str, n_stages: int, agreem
     assert with_draft > 0.97 * without
 
 
+@pytest.mark.parametrize(
+    ("n_stages", "n_users", "curve", "least"),
+    [
+        (1, 2, "rows free", 2.2),
+        (1, 4, "rows free", 2.0),
+        (2, 4, "rows free", 2.6),
+        (8, 2, "rows free", 3.4),
+        (8, 8, "rows free", 3.0),
+        (2, 4, "3 rows free, then dear", 1.25),
+        (8, 4, "3 rows free, then dear", 2.3),
+        (8, 8, "3 rows free, then dear", 1.8),
+        (8, 4, "rows dear", 1.35),
+    ],
+)
+def test_several_users_draft_ahead(n_stages: int, n_users: int, curve: str, least: float) -> None:
+    """Draft tokens of all of them fill what their accepted tokens leave, if a row's time allows it."""
+    own, asked = with_curve(n_stages, curve), of_users(n_users, 2, 160)
+    with_draft, without = (
+        total_tps(checked(own, asked, mode, replace(WIDE, n_requests=n_users))) for mode in (ASYNC, ITERATIVE)
+    )
+    assert with_draft > least * without
+
+
 @pytest.mark.parametrize("curve", ["rows dear", "one row cheap"])
 def test_drafting_before_each_run_gives_way_to_other_users(curve: str) -> None:
     own, asked = with_curve(2, curve), of_users(4, 2, 96, 16)
