@@ -102,7 +102,9 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
             return Choice()
         if pipeline.now < (slot_at := pipeline.slot_at):
             return Choice(wake_at=slot_at)
-    size = rounds.size if steady is None else max(rounds.size, steady.n_rows)
+    size = rounds.size
+    if steady is not None:
+        size = max(size, steady.n_rows) if pipeline.limits.rolls_back else 1
     roots = fitting(ready[:size], pipeline.limits.n_rows)
     drafted = next((state for state in roots if state.request.drafts), None)
     if drafted is None or not _may_draft_with(pipeline, roots):
@@ -128,7 +130,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
         n, due_at = _draft_with_roots(pipeline, roots)
         if due_at is not None:
             return Choice(wake_at=due_at)
-    elif steady is not None:
+    elif steady is not None and rolls_back:
         n = steady.n_drafted(probabilities, pipeline.cost, len(roots))
     elif rounds.best < pipeline.n_stages:
         calibration = drafted.drafters.calibration
@@ -176,8 +178,10 @@ def _usual_with_roots(pipeline: PipelineState, state: RequestState, n_roots: int
 def _steady_runs(pipeline: PipelineState, decoding: Sequence[RequestState], rounds: Rounds) -> SteadyRuns | None:
     """The runs in which several requests draft ahead of a pipeline of several stages; None where accepted tokens alone
     are as fast. `rounds`: of these."""
-    if len(decoding) == 1 or pipeline.n_stages == 1 or not (pipeline.limits.rolls_back and pipeline.cost.is_known):
+    if len(decoding) == 1 or pipeline.n_stages == 1 or not pipeline.cost.is_known:
         return None
+    if not pipeline.limits.rolls_back and len(decoding) > pipeline.n_stages:
+        return None  # runs with draft tokens have those of one request only, and none beside others' accepted tokens
     drafting = [state.drafters for state in decoding if state.overlaps and state.request.drafts]
     agreement = sum([known.calibration.agreement for known in drafting if not known.any_paused]) / len(decoding)
     if not agreement:
@@ -257,7 +261,8 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
     if not pipeline.limits.rolls_back and len(drafting) > 1 and found:
         found = _best_first(pipeline, (found[0][1],), most)
     probabilities = [probability for probability, _ in found]
-    if (steady := _steady_runs(pipeline, decoding, Rounds(pipeline.cost, len(decoding)))) is not None:
+    steady = _steady_runs(pipeline, decoding, Rounds(pipeline.cost, len(decoding)))
+    if steady is not None and pipeline.limits.rolls_back:
         n = steady.n_drafted(probabilities, pipeline.cost, 0)
     else:
         n = most_per_second(probabilities, pipeline.cost, after=_followed(found))
