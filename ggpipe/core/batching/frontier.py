@@ -35,7 +35,7 @@ from ggpipe.core.batching.rows import (
     steady_runs,
     usual_chain,
 )
-from ggpipe.core.batching.turns import usual_turn
+from ggpipe.core.batching.turns import best_turn, usual_turn
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
 from ggpipe.core.run_cost import most_per_second
@@ -151,28 +151,30 @@ def _gathers_drafted(pipeline: PipelineState) -> bool:
 def _draft_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> tuple[int, float | None]:
     """How many draft tokens go into a single stage's run with the accepted tokens of several requests, and until when
     the run waits for them; None: they are there, or no more are coming."""
-    n, due_at = 0, []
+    usual = _usual_with_roots(pipeline, roots)
+    due_at: list[float] = []
     for state in roots:
-        own = _usual_with_roots(pipeline, state, len(roots))
-        n += own
-        if sum(1 for _ in itertools.islice(_nodes(state), own)) < own:
+        if sum(1 for _ in itertools.islice(_nodes(state), usual)) < usual:
             pace = state.drafters.leading.pace
             at = _due_at(state, None if pace.first_s is None else pace.usual)
             if at is not None and pipeline.now < at:
                 due_at.append(at)
-    return n, min(due_at, default=None)
+    return usual * len(roots), min(due_at, default=None)
 
 
-def _usual_with_roots(pipeline: PipelineState, state: RequestState, n_roots: int) -> int:
-    """How many draft tokens go into a single stage's run with the accepted token of a request, beside as many for each
-    of the others of `n_roots`."""
-    cost, known = pipeline.cost, state.drafters
-    if not (state.overlaps and state.request.drafts and cost.is_known):
+def _usual_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> int:
+    """How many draft tokens go into a single stage's run with each of these accepted tokens, on average."""
+    known = [state.drafters for state in roots if state.overlaps and state.request.drafts]
+    known = [drafters for drafters in known if not drafters.any_paused]
+    if not known or not pipeline.cost.is_known:
         return 0
-    n_rows = min(pipeline.limits.n_rows, cost.most_rows) // n_roots
-    most = min(state.request.speculation.most_drafted, max(n_rows - 1, 0))
-    turn = usual_turn(cost, known.calibration, known.leading.pace, most, n_roots)
-    return turn.n if turn.token_s < _CLEARLY_LESS * cost.length * cost.time(n_roots) else 0
+    most = max(min(pipeline.limits.n_rows, pipeline.cost.most_rows) // len(roots) - 1, 0)
+    chains = [usual_chain(drafters.calibration, most) for drafters in known]
+    chain = [sum(probabilities) / len(roots) for probabilities in itertools.zip_longest(*chains, fillvalue=0.0)]
+    pace = max((drafters.leading.pace for drafters in known), key=lambda pace: pace.usual)
+    turn = best_turn(pipeline.cost, chain, pace, len(roots))
+    alone_s = pipeline.cost.length * pipeline.cost.time(len(roots))
+    return turn.n if turn.token_s < _CLEARLY_LESS * alone_s else 0
 
 
 def _steady_runs(pipeline: PipelineState, decoding: Sequence[RequestState], rounds: Rounds) -> SteadyRuns | None:
@@ -290,7 +292,7 @@ def look_ahead(
     if state.overlaps and (steady := _steady_runs(pipeline, served, rounds)) is not None:
         return min(math.ceil(_AHEAD * steady.n_each), calibration.reach) if steady.n_each > 1 else 0
     if others and _gathers_drafted(pipeline) and cost.is_known:
-        usual = _usual_with_roots(pipeline, state, len(others) + 1)
+        usual = _usual_with_roots(pipeline, served)
         return min(2 * usual + 1, calibration.reach) if usual else 0
     if others and (rounds.best >= pipeline.n_stages or not state.is_async):
         usual = most_per_second(usual_chain(together, speculation.most_drafted, rounds.size), cost, rounds.size)

@@ -19,6 +19,7 @@ speed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ggpipe.core.batching.rows import usual_chain
@@ -60,13 +61,18 @@ class Turn:
     """Path probability below which a draft token takes more time than it saves."""
 
 
-def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int, n_roots: int = 1) -> Turn:
-    """The number of draft tokens of a chain, at most `most`, that brings most accepted tokens per second in turn.
-    `n_roots`: roots that are in the run, each with such a chain; times of tokens are those of one of them."""
+def usual_turn(cost: RunCost, calibration: Calibration, pace: Pace, most: int) -> Turn:
+    """The number of draft tokens of a chain, at most `most`, that brings most accepted tokens per second in turn."""
+    return best_turn(cost, usual_chain(calibration, most), pace, 1)
+
+
+def best_turn(cost: RunCost, chain: Sequence[float], pace: Pace, n_roots: int) -> Turn:
+    """The same for each of a run's `n_roots` roots; `token_s` is the time of one root's token. `chain`: path
+    probabilities below each root."""
     first_s, next_s = pace.usual
     alone_s = cost.time(n_roots)
     gain, best = 1.0, Turn(0, cost.length * alone_s, _STILL_DRAFTED)
-    for n, probability in enumerate(usual_chain(calibration, most), 1):
+    for n, probability in enumerate(chain, 1):
         gain += probability
         run_s = cost.time(n_roots * (1 + n))
         token_s = (cost.length * run_s + first_s + (n - 1) * next_s) / gain
