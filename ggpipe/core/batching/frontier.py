@@ -150,10 +150,10 @@ def _gathers_drafted(pipeline: PipelineState) -> bool:
 
 def _draft_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> tuple[int, float | None]:
     """How many draft tokens go into a single stage's run with the accepted tokens of several requests, and until when
-    the run waits for them; None: they are there, or no more are coming."""
-    usual = _usual_with_roots(pipeline, roots)
+    the run waits for them; None: it does not, they are there, or no more are coming."""
+    usual, waits = _usual_with_roots(pipeline, roots)
     due_at: list[float] = []
-    for state in roots:
+    for state in roots if waits else ():
         if sum(1 for _ in itertools.islice(_nodes(state), usual)) < usual:
             pace = state.drafters.leading.pace
             at = _due_at(state, None if pace.first_s is None else pace.usual)
@@ -162,19 +162,22 @@ def _draft_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) ->
     return usual * len(roots), min(due_at, default=None)
 
 
-def _usual_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> int:
-    """How many draft tokens go into a single stage's run with each of these accepted tokens, on average."""
+def _usual_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> tuple[int, bool]:
+    """How many draft tokens go into a single stage's run with each of these accepted tokens, on average, and whether
+    the run waits for them. Without a wait, there are some where the accepted token was drafted, too."""
     known = [state.drafters for state in roots if state.overlaps and state.request.drafts]
     known = [drafters for drafters in known if not drafters.any_paused]
     if not known or not pipeline.cost.is_known:
-        return 0
+        return 0, False
     most = max(min(pipeline.limits.n_rows, pipeline.cost.most_rows) // len(roots) - 1, 0)
     chains = [usual_chain(drafters.calibration, most) for drafters in known]
     chain = [sum(probabilities) / len(roots) for probabilities in itertools.zip_longest(*chains, fillvalue=0.0)]
     pace = max((drafters.leading.pace for drafters in known), key=lambda pace: pace.usual)
-    turn = best_turn(pipeline.cost, chain, pace, len(roots))
+    waiting = best_turn(pipeline.cost, chain, pace, len(roots))
+    ahead = best_turn(pipeline.cost, [chain[0] * probability for probability in chain], Pace(), len(roots))
+    best = min(waiting, ahead, key=lambda turn: turn.token_s)
     alone_s = pipeline.cost.length * pipeline.cost.time(len(roots))
-    return turn.n if turn.token_s < _CLEARLY_LESS * alone_s else 0
+    return (best.n, best is waiting) if best.token_s < _CLEARLY_LESS * alone_s else (0, False)
 
 
 def _steady_runs(pipeline: PipelineState, decoding: Sequence[RequestState], rounds: Rounds) -> SteadyRuns | None:
@@ -292,7 +295,7 @@ def look_ahead(
     if state.overlaps and (steady := _steady_runs(pipeline, served, rounds)) is not None:
         return min(math.ceil(_AHEAD * steady.n_each), calibration.reach) if steady.n_each > 1 else 0
     if others and _gathers_drafted(pipeline) and cost.is_known:
-        usual = _usual_with_roots(pipeline, served)
+        usual, _ = _usual_with_roots(pipeline, served)
         return min(2 * usual + 1, calibration.reach) if usual else 0
     if others and (rounds.best >= pipeline.n_stages or not state.is_async):
         usual = most_per_second(usual_chain(together, speculation.most_drafted, rounds.size), cost, rounds.size)
