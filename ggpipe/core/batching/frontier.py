@@ -166,7 +166,6 @@ def _usual_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) ->
     """How many draft tokens go into a single stage's run with each of these accepted tokens, on average, and whether
     the run waits for them. Without a wait, there are some where the accepted token was drafted, too."""
     known = [state.drafters for state in roots if state.overlaps and state.request.drafts]
-    known = [drafters for drafters in known if not drafters.any_paused]
     if not known or not pipeline.cost.is_known:
         return 0, False
     most = max(min(pipeline.limits.n_rows, pipeline.cost.most_rows) // len(roots) - 1, 0)
@@ -296,7 +295,7 @@ def look_ahead(
         return min(math.ceil(_AHEAD * steady.n_each), calibration.reach) if steady.n_each > 1 else 0
     if others and _gathers_drafted(pipeline) and cost.is_known:
         usual, _ = _usual_with_roots(pipeline, served)
-        return min(2 * usual + 1, calibration.reach) if usual else 0
+        return min(2 * usual, calibration.reach)
     if others and (rounds.best >= pipeline.n_stages or not state.is_async):
         usual = most_per_second(usual_chain(together, speculation.most_drafted, rounds.size), cost, rounds.size)
         return math.ceil(usual / rounds.size)
