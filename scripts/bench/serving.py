@@ -1,8 +1,8 @@
 """Measures several users at a time; run it as `scripts/bench/serving`.
 
 Two target ranks under mpirun, one thread each, as two stages or with `--group` as one, and with `--draft` a draft rank,
-on the bundled pair inflated to 0.4 B in Q8_0. All settings take turns in each round. Tables show medians over the
-rounds; ratios are of one round.
+on the bundled pair inflated to 0.4 B in Q8_0. With `--one`, a single target rank, and the draft rank on the other core.
+All settings take turns in each round. Tables show medians over the rounds; ratios are of one round.
 
 users   1, 4 and 8 users at a time, each with a prompt of 16 tokens and 64 tokens to generate: tokens a second of all
         together, from the first arrival to the last token. Beside it libllama driven directly: one process with two
@@ -73,7 +73,7 @@ def job(args: argparse.Namespace) -> int:
     """One rank's part. The head measures and prints all numbers as JSON."""
     rank = rank_in_environment() or 0
     cores = sorted(os.sched_getaffinity(0))
-    if args.one or rank < N_TARGET:  # the draft of two target ranks runs on any core
+    if args.one or rank < N_TARGET:  # else the draft runs on any core
         pin_rank(rank)
     pair = inflated_pair()
     sizes = ContextConfig(n_ctx=N_CTX, n_ubatch=N_UBATCH, n_seq=2 * max(USERS))
@@ -332,7 +332,7 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=64, help="tokens to generate for each user")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument("--draft", action="store_true", help="with a draft rank")
-    parser.add_argument("--one", action="store_true", help="a single target rank; the draft has a core of its own")
+    parser.add_argument("--one", action="store_true", help="a single target rank, and the draft rank on the other core")
     parser.add_argument("--group", action="store_true", help="the target ranks compute one stage together")
     parser.add_argument("--prefill-slowdown", type=float, default=EngineConfig.prefill_slowdown)
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)

@@ -4,7 +4,9 @@
 
 row              what it is worth                           when it goes in
 accepted token   1                                          as soon as it may; as many runs with such tokens go round as
-                                                            bring most (`Rounds`), and later tokens share the next one
+                                                            bring most (`Rounds`), and later tokens share the next one.
+                                                            If several requests draft ahead (`SteadyRuns`), later tokens
+                                                            go in as soon as the slowest stage is nearly free
 draft token      the calibrated probability of its path     with accepted tokens (`draft_with_root`), or in a
                                                             run of its own when a stage would be idle
 prompt token     the share that `prefill_slowdown` leaves   in chunks of its own, or with accepted tokens (`prompts`)
