@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from support.head_steps import come_back, draft_token, right, speculating, tokens_in_flight
 from support.heads import Head, opened
 
@@ -110,3 +113,27 @@ def test_draft_tokens_wait_until_a_stage_is_about_to_be_free() -> None:
     assert head.now + 0.5 < head.scheduler.wake_at < head.now + 1
     head._tick()
     assert tokens_in_flight(head) == [[fresh], [500, 501]]
+
+
+@pytest.mark.parametrize("drafters", [(0,), ()])
+def test_a_single_stage_waits_for_the_draft_tokens_of_all(drafters: tuple[int, ...]) -> None:
+    """But not for those of a drafter that was not timed, nor where there is none."""
+    head = opened(n_requests=2)
+    head.arrive(speculating(1))
+    head.arrive(replace(speculating(2), drafters=drafters))
+    while not (head.seen[1].text and head.seen[2].text):
+        come_back(head)
+    for n in 3 * (1, 2, 3, 4):
+        head.scheduler.cost.ended(n, 1.0, 1.0)
+    pace = head.state(1).drafters[0].pace
+    pace.noted(True, 0.01)
+    pace.noted(False, 0.01)
+    head.now += 10
+    while tokens_in_flight(head):
+        come_back(head)
+    assert head.scheduler.wake_at is not None
+    assert head.now < head.scheduler.wake_at < head.now + 0.1
+    roots = [head.seen[i].text[-1] for i in (1, 2)]
+    draft_token(head, ROOT, 1, 500)
+    assert [sorted(tokens) for tokens in tokens_in_flight(head)] == [sorted([*roots, 500])]
+    assert head.scheduler.wake_at is None

@@ -27,17 +27,9 @@ from dataclasses import dataclass
 
 from ggpipe.core.batching import prompts
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows, fitting, rows_of
-from ggpipe.core.batching.rows import (
-    Coming,
-    DraftWithRoot,
-    Rounds,
-    SteadyRuns,
-    draft_with_root,
-    pays_beside_root,
-    steady_runs,
-    usual_chain,
-)
-from ggpipe.core.batching.turns import best_turn, usual_turn
+from ggpipe.core.batching.rows import Coming, DraftWithRoot, Rounds, draft_with_root, pays_beside_root, usual_chain
+from ggpipe.core.batching.together import gathers_drafted, steady_runs_of, usual_with_roots
+from ggpipe.core.batching.turns import usual_turn
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
 from ggpipe.core.run_cost import most_per_second
@@ -52,8 +44,6 @@ the first one and 0.03 to each later one on two cores (the inflated pair)."""
 _AHEAD = 2.0
 """Times its rows in flight: so far drafters are ahead of a request's root where several requests share steady runs.
 With 4, drafters compute up to a third more for the same speed (simulated)."""
-_CLEARLY_LESS = 0.95
-"""Times what a token takes without draft tokens: so much must they save where a single stage waits for them."""
 _WAIT_LIMIT = 2.0
 """Times a drafter's usual pace: the longest that a fresh root waits for its next draft token."""
 
@@ -98,7 +88,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     rounds, n_runs = Rounds(pipeline.cost, len(decoding)), pipeline.n_awaited_runs(decoding)
     if len(decoding) > 1 and n_runs <= pipeline.n_stages and (n := pipeline.to_try(rounds, len(ready))):
         return Choice(_schedule(fitting(ready[:n], pipeline.limits.n_rows), (), 0))
-    steady = _steady_runs(pipeline, decoding, rounds)
+    steady = steady_runs_of(pipeline, decoding, rounds)
     if n_runs >= rounds.best:
         if steady is None or max(n_runs, pipeline.n_in_flight) >= pipeline.n_stages:
             return Choice()
@@ -128,7 +118,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
             n = 0 if pipeline.tries_one(1.0, sum(probabilities[: chosen.n])) else chosen.n
         else:
             n = int(bool(probabilities) and pipeline.tries_draft_token(probabilities[0]))
-    elif _gathers_drafted(pipeline):
+    elif gathers_drafted(pipeline):
         n, due_at = _draft_with_roots(pipeline, roots)
         if due_at is not None:
             return Choice(wake_at=due_at)
@@ -144,56 +134,20 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     return Choice(_schedule(roots, found, min(n, len(found))))
 
 
-def _gathers_drafted(pipeline: PipelineState) -> bool:
-    """A single stage waits for draft tokens of several requests: while it does, it computes nothing for any of them.
-    Not where drafters use its cores."""
-    return pipeline.n_stages == 1 and pipeline.limits.rolls_back and not pipeline.limits.shares_cores
-
-
 def _draft_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> tuple[int, float | None]:
     """How many draft tokens go into a single stage's run with the accepted tokens of several requests, and until when
     the run waits for them; None: it does not, they are there, or no more are coming."""
-    usual, waits = _usual_with_roots(pipeline, roots)
+    usual, waits = usual_with_roots(pipeline, roots)
     due_at: list[float] = []
     for state in roots if waits else ():
+        if not (state.overlaps and state.request.drafts):
+            continue
         if sum(1 for _ in itertools.islice(_nodes(state), usual)) < usual:
             pace = state.drafters.leading.pace
             at = _due_at(state, None if pace.first_s is None else pace.usual)
             if at is not None and pipeline.now < at:
                 due_at.append(at)
     return usual * len(roots), min(due_at, default=None)
-
-
-def _usual_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> tuple[int, bool]:
-    """How many draft tokens go into a single stage's run with each of these accepted tokens, on average, and whether
-    the run waits for them. Without a wait, there are some where the accepted token was drafted, too."""
-    known = [state.drafters for state in roots if state.overlaps and state.request.drafts]
-    if not known or not pipeline.cost.is_known:
-        return 0, False
-    most = max(min(pipeline.limits.n_rows, pipeline.cost.most_rows) // len(roots) - 1, 0)
-    chains = [usual_chain(drafters.calibration, most) for drafters in known]
-    chain = [sum(probabilities) / len(roots) for probabilities in itertools.zip_longest(*chains, fillvalue=0.0)]
-    pace = max((drafters.leading.pace for drafters in known), key=lambda pace: pace.usual)
-    waiting = best_turn(pipeline.cost, chain, pace, len(roots))
-    ahead = best_turn(pipeline.cost, [chain[0] * probability for probability in chain], Pace(), len(roots))
-    best = min(waiting, ahead, key=lambda turn: turn.token_s)
-    alone_s = pipeline.cost.length * pipeline.cost.time(len(roots))
-    return (best.n, best is waiting) if best.token_s < _CLEARLY_LESS * alone_s else (0, False)
-
-
-def _steady_runs(pipeline: PipelineState, decoding: Sequence[RequestState], rounds: Rounds) -> SteadyRuns | None:
-    """The runs in which several requests draft ahead of a pipeline of several stages; None where accepted tokens alone
-    are as fast. `rounds`: of these."""
-    if len(decoding) == 1 or pipeline.n_stages == 1 or not pipeline.cost.is_known:
-        return None
-    if not pipeline.limits.rolls_back and len(decoding) > pipeline.n_stages:
-        return None  # runs with draft tokens have those of one request only, and none beside others' accepted tokens
-    drafting = [state.drafters for state in decoding if state.overlaps and state.request.drafts]
-    agreement = sum([known.calibration.agreement for known in drafting if not known.any_paused]) / len(decoding)
-    if not agreement:
-        return None
-    steady = steady_runs(pipeline.cost, len(decoding), agreement)
-    return steady if steady.speed * rounds.round_s > len(decoding) else None
 
 
 def _draft_with_single_root(
@@ -267,7 +221,7 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
     if not pipeline.limits.rolls_back and len(drafting) > 1 and found:
         found = _best_first(pipeline, (found[0][1],), most)
     probabilities = [probability for probability, _ in found]
-    steady = _steady_runs(pipeline, decoding, Rounds(pipeline.cost, len(decoding)))
+    steady = steady_runs_of(pipeline, decoding, Rounds(pipeline.cost, len(decoding)))
     if steady is not None and pipeline.limits.rolls_back:
         n = steady.n_drafted(probabilities, pipeline.cost, 0)
     else:
@@ -293,10 +247,10 @@ def look_ahead(
     speculation, cost, rounds = state.request.speculation, pipeline.cost, Rounds(pipeline.cost, len(others) + 1)
     together = state.drafters.calibration
     served = [state, *(other for other in others if isinstance(other, RequestState))]
-    if state.overlaps and (steady := _steady_runs(pipeline, served, rounds)) is not None:
+    if state.overlaps and (steady := steady_runs_of(pipeline, served, rounds)) is not None:
         return min(math.ceil(_AHEAD * steady.n_each), calibration.reach) if steady.n_each > 1 else 0
-    if others and _gathers_drafted(pipeline) and cost.is_known:
-        usual, _ = _usual_with_roots(pipeline, served)
+    if others and gathers_drafted(pipeline) and cost.is_known:
+        usual, _ = usual_with_roots(pipeline, served)
         return min(2 * usual, calibration.reach)
     if others and (rounds.best >= pipeline.n_stages or not state.is_async):
         usual = most_per_second(usual_chain(together, speculation.most_drafted, rounds.size), cost, rounds.size)
