@@ -175,7 +175,7 @@ class SteadyRuns:
     n_rows: int
     """Rows of each run."""
     n_each: float
-    """Rows of each request that are in flight. If there is one, it is its accepted token."""
+    """Rows of each request that are in flight: if it is one or less, accepted tokens only."""
     speed: float
     """Accepted tokens of all requests, in the unit of time."""
 

@@ -21,7 +21,7 @@ def steady_runs_of(pipeline: PipelineState, decoding: Sequence[RequestState], ro
     if len(decoding) == 1 or pipeline.n_stages == 1 or not pipeline.cost.is_known:
         return None
     if not pipeline.limits.rolls_back and len(decoding) > pipeline.n_stages:
-        return None  # runs with draft tokens have those of one request only, and none beside others' accepted tokens
+        return None  # a run with draft tokens has rows of one request only
     drafting = [state.drafters for state in decoding if state.overlaps and state.request.drafts]
     agreement = sum([known.calibration.agreement for known in drafting if not known.any_paused]) / len(decoding)
     if not agreement:
@@ -31,8 +31,8 @@ def steady_runs_of(pipeline: PipelineState, decoding: Sequence[RequestState], ro
 
 
 def gathers_drafted(pipeline: PipelineState) -> bool:
-    """A single stage waits for draft tokens of several requests: while it does, it computes nothing for any of them.
-    Not where drafters use its cores."""
+    """Whether runs of several requests may wait for their draft tokens: those of a single stage, which computes the
+    accepted tokens of all of them at once, unless drafters use its cores."""
     return pipeline.n_stages == 1 and pipeline.limits.rolls_back and not pipeline.limits.shares_cores
 
 
