@@ -174,6 +174,12 @@ def test_several_users_draft_ahead(n_stages: int, n_users: int, curve: str, leas
     assert with_draft > least * without
 
 
+@pytest.mark.parametrize("speculation", [SPECULATIVE, replace(ASYNC, continuous=False)])
+def test_several_users_draft_on_a_single_stage_in_every_mode(speculation: SpeculationConfig) -> None:
+    served = checked(with_curve(1, "rows free"), of_users(4, 2, 96), speculation, replace(WIDE, n_requests=4))
+    assert sum(stats.counters.accepted_tokens for stats in served.requests) > 0.1 * 4 * 2 * 96
+
+
 @pytest.mark.parametrize("curve", ["rows dear", "one row cheap"])
 def test_drafting_before_each_run_gives_way_to_other_users(curve: str) -> None:
     own, asked = with_curve(2, curve), of_users(4, 2, 96, 16)

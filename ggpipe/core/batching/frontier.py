@@ -118,7 +118,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
             n = 0 if pipeline.tries_one(1.0, sum(probabilities[: chosen.n])) else chosen.n
         else:
             n = int(bool(probabilities) and pipeline.tries_draft_token(probabilities[0]))
-    elif gathers_drafted(pipeline):
+    elif gathers_drafted(pipeline, roots):
         n, due_at = _draft_with_roots(pipeline, roots)
         if due_at is not None:
             return Choice(wake_at=due_at)
@@ -236,8 +236,8 @@ def look_ahead(
 ) -> int:
     """How far a drafter with this calibration may be ahead of a request's root: as far as fills the pipeline with what
     all drafters reach together, and one run more, where its own draft tokens may still be accepted. Where accepted
-    tokens of others fill it, as far as a draft token is worth a row beside them. `others`: requests that are served at
-    the same time.
+    tokens of others fill it, as far as a draft token is worth a row beside them. Several requests that draft ahead
+    together share the pipeline, so each reaches less far. `others`: requests that are served at the same time.
 
     A single stage needs nothing to fill it: there draft tokens are useful in the root's run, and where they do not pay,
     drafting would only take cores from the stage.
@@ -249,7 +249,7 @@ def look_ahead(
     served = [state, *(other for other in others if isinstance(other, RequestState))]
     if state.overlaps and (steady := steady_runs_of(pipeline, served, rounds)) is not None:
         return min(math.ceil(_AHEAD * steady.n_each), calibration.reach) if steady.n_each > 1 else 0
-    if others and gathers_drafted(pipeline) and cost.is_known:
+    if others and gathers_drafted(pipeline, (state,)) and cost.is_known:
         usual, _ = usual_with_roots(pipeline, served)
         return min(2 * usual, calibration.reach)
     if others and (rounds.best >= pipeline.n_stages or not state.is_async):

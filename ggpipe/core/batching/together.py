@@ -30,10 +30,11 @@ def steady_runs_of(pipeline: PipelineState, decoding: Sequence[RequestState], ro
     return steady if steady.speed * rounds.round_s > len(decoding) else None
 
 
-def gathers_drafted(pipeline: PipelineState) -> bool:
-    """Whether runs of several requests may wait for their draft tokens: those of a single stage, which computes the
-    accepted tokens of all of them at once, unless drafters use its cores."""
-    return pipeline.n_stages == 1 and pipeline.limits.rolls_back and not pipeline.limits.shares_cores
+def gathers_drafted(pipeline: PipelineState, states: Sequence[RequestState]) -> bool:
+    """Whether runs of several requests may wait for draft tokens of these: those of a single stage, which computes the
+    accepted tokens of all at once, unless drafters use its cores."""
+    alone = pipeline.n_stages == 1 and not pipeline.limits.shares_cores
+    return alone and pipeline.limits.rolls_back and any([state.overlaps for state in states])
 
 
 def usual_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> tuple[int, bool]:
