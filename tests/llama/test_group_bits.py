@@ -36,8 +36,9 @@ def test_one_process_with_as_many_devices(
     name: str, weight_type: str, shares: tuple[float, ...], tmp_path: Path
 ) -> None:
     """libllama's kernels on the same slices, and its own sum, whose order differs from three devices on. Each device
-    has a KV head: ggml multiplies what is in the memory of an empty slice by 0, and that may be no number."""
-    path = make(name, tmp_path / "model.gguf", n_ff=512, weight_type=weight_type, n_head_kv=4)
+    has a KV head, each head whole blocks of weights: ggml multiplies what is in the memory of an empty slice by 0, and
+    that may be no number."""
+    path = make(name, tmp_path / "model.gguf", n_ff=512, weight_type=weight_type, n_head_kv=4, width=256)
     with Reference(path, 256, model=tensor_parallel(shares), context=FIELDS) as reference:
         expected = []
         for run in TREE:

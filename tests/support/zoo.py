@@ -139,13 +139,14 @@ def make(
     tokenizer: str | None = None,
     n_ff: int | None = None,
     n_head_kv: int | None = None,
+    width: int | None = None,
 ) -> Path:
     """Write ZOO[name] to `path` unless that exists; None: as the recipe says. Same arguments, same bytes.
 
     `weight_type` is a file type as in `quantize`, or "f32"; `n_ff` the width of the FFN, and of each expert.
     """
     model = ZOO[name]
-    model = replace(model, n_head_kv=n_head_kv or model.n_head_kv)
+    model = replace(model, n_head_kv=n_head_kv or model.n_head_kv, width=width or model.width)
     if model.fixed_layers and n_layer not in (None, model.n_layer):
         raise ValueError(f"{name} is what it is because of its {model.n_layer} layers")
     if path.exists():
