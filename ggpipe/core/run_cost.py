@@ -117,7 +117,7 @@ class RunCost:
         return ends is None or len(ends) < _TRIALS or ends[0] <= self._n_ended - lasting
 
     def prompt_ended(self, n_rows: int, n_prompt_rows: int, slowest_s: float) -> None:
-        """A run with `n_prompt_rows` tokens of prompts and `n_rows` others came back.
+        """A run with `n_prompt_rows` tokens of prompts, draft tokens included, and `n_rows` accepted ones came back.
 
         Rows get dearer as the prompt goes on: what one number of rows shows of it goes for all.
         """
@@ -134,8 +134,8 @@ class RunCost:
         self._prompt_row_s[bits] = known + more
 
     def prompt_s(self, n_rows: int, n_prompt_rows: int) -> float:
-        """Time of a run with `n_prompt_rows` tokens of prompts and `n_rows` others in its slowest stage; 0 before the
-        first run."""
+        """Time in its slowest stage of a run with `n_prompt_rows` tokens of prompts and draft tokens, and `n_rows`
+        accepted ones; 0 before the first run."""
         first, n_all = max(n_rows, 1), n_rows + n_prompt_rows
         return self.seconds(first) + (n_all - first) * (self.prompt_row_s(n_all) or 0.0)
 

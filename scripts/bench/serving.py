@@ -10,8 +10,9 @@ users   1, 4 and 8 users at a time, each with a prompt of 16 tokens and 64 token
         behind the other through all stages, each row as fast as in the fastest run, then the most rows a second with
         all stages busy, whichever number of rows gives it.
 again   the second question of a conversation of 1,000 tokens: its time to first token against the first one's.
-prompt  one user decodes while another's prompt of 2,000 tokens comes in: the first one's latencies between tokens
-        against its usual ones, and the prompt's time to first token against what it takes alone.
+prompt  one user decodes while another's prompt of 2,000 tokens comes in: the first one's tokens a second and latencies
+        between them against the usual ones of `iterative`, and the prompt's time to first token against what it takes
+        alone.
 
 `scripts/bench/serving --http` measures servers instead, see `scripts/bench/serving_http.py`.
 """
@@ -120,7 +121,12 @@ def _measured(engine: Session, args: argparse.Namespace, ask: Any) -> list[dict[
                         found[f"rows {n}"] = _times_by_rows(stats)
                         found[f"prompt row {n}"] = min(_slowest_s(s.runs[0]) / s.runs[0].n_run_rows for s in stats)
         if "prompt" in args.parts:
-            found |= _beside_a_prompt(engine, tokens, args.n)
+            (long,) = prompts(tokens, 1, N_LONG)
+            (alone,) = _serve(engine, [long], 2, ITERATIVE)
+            found["prompt alone"] = alone.ttft_s
+            for mode in modes[:: 1 if i % 2 else -1]:
+                beside = _beside_a_prompt(engine, tokens, args.n, SpeculationConfig(mode=mode))
+                found |= {f"{mode} {name}": value for name, value in beside.items()}
         if "again" in args.parts:
             found["again"] = _second_question(engine, tokens, i)
         results.append(found)
@@ -138,11 +144,12 @@ def _serve(
     return [request.stats for request in requests]
 
 
-def _beside_a_prompt(engine: Session, tokens: Sequence[int], n: int) -> dict[str, Any]:
+def _beside_a_prompt(
+    engine: Session, tokens: Sequence[int], n: int, speculation: SpeculationConfig
+) -> dict[str, float]:
     (long,), (short,) = prompts(tokens, 1, N_LONG), prompts(tokens, 1, N_SHORT)
-    (alone,) = _serve(engine, [long], 2, ITERATIVE)
     (usual,) = _serve(engine, [short], n, ITERATIVE)
-    user = engine.submit(greedy(short, N_CTX // 4))
+    user = engine.submit(greedy(short, N_CTX // 4, speculation))
     while user.stats.n_generated < 8:
         engine.step()
     other = engine.submit(greedy(long, 2))
@@ -154,15 +161,16 @@ def _beside_a_prompt(engine: Session, tokens: Sequence[int], n: int) -> dict[str
         engine.step()
     times = [t for t in user.stats.token_times if first <= t <= last]
     latencies = [b - a for a, b in itertools.pairwise(times)]
-    assert alone.ttft_s is not None
+    usual_s, p50, p99 = percentile(usual.itl_s, 0.5), percentile(latencies, 0.5), percentile(latencies, 0.99)
     assert other.stats.ttft_s is not None
+    assert usual_s is not None
+    assert p50 is not None
+    assert p99 is not None
     return {
-        "prompt alone": alone.ttft_s,
         "prompt": other.stats.ttft_s,
-        "usual ITL": percentile(usual.itl_s, 0.5),
-        "ITL p50": percentile(latencies, 0.5),
-        "ITL p99": percentile(latencies, 0.99),
-        "n": len(latencies),
+        "tokens": len(times) / (last - first) * usual_s,
+        "ITL p50": p50 / usual_s,
+        "ITL p99": p99 / usual_s,
     }
 
 
@@ -272,12 +280,16 @@ def report(results: Sequence[dict[str, Any]], n_tokens: int, draft: bool, n_stag
     if "again" in rounds[0]:
         again = middle(r["again"] for r in rounds)
         print(f"second question of {N_CONVERSATION} tokens: first token after {again} times what the first's took")
-    if "prompt" in rounds[0]:
-        slower = middle(r["ITL p99"] / r["usual ITL"] for r in rounds)
-        usual = middle(r["ITL p50"] / r["usual ITL"] for r in rounds)
-        longer = middle(r["prompt"] / r["prompt alone"] for r in rounds)
-        print(f"beside a prompt of {N_LONG} tokens: ITL p99 {slower} times the usual one, p50 {usual}")
-        print(f"that prompt: {longer} times as long as alone")
+    for mode in ("iterative", "async") if draft else ("iterative",):
+        if f"{mode} prompt" not in rounds[0]:
+            continue
+        beside = {name: middle(r[f"{mode} {name}"] for r in rounds) for name in ("tokens", "ITL p50", "ITL p99")}
+        longer = middle(r[f"{mode} prompt"] / r["prompt alone"] for r in rounds)
+        print(
+            f"beside a prompt of {N_LONG} tokens, {mode}: tokens a second {beside['tokens']} times the usual ones, "
+            f"ITL p50 {beside['ITL p50']} and p99 {beside['ITL p99']} times the usual one; "
+            f"that prompt: {longer} times as long as alone"
+        )
     if "libllama 1" not in rounds[0]:
         return
     times = run_times(results)

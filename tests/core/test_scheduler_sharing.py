@@ -182,6 +182,24 @@ def test_a_prompt_takes_the_time_that_decoding_leaves() -> None:
     assert [n for n, _ in pipeline.sizes[:20]] == [1, 0] * 10  # every other run, as there are two stages
 
 
+@pytest.mark.parametrize(("n_stages", "text_s"), [(2, {1: 0.32, 16: 0.3}), (8, {1: 0.25})])
+def test_runs_are_as_long_with_accepted_tokens_as_without(n_stages: int, text_s: dict[int, float]) -> None:
+    """All runs would wait behind a longer one, in each stage."""
+    pipeline = Pipeline(n_stages, FREE, text_s)
+    pipeline.arrive(1)
+    for _ in range(30):
+        pipeline.step()
+    pipeline.arrive(2, 200)
+    for _ in range(60):
+        pipeline.step()
+    del pipeline.sizes[:]
+    pipeline.arrive(3, 400)
+    while sum(n for _, n in pipeline.sizes) < 399:
+        pipeline.step()
+    assert len({sum(size) for size in pipeline.sizes[2:-1]}) == 1
+    assert {n > 0 for n, _ in pipeline.sizes} == {False, True}
+
+
 def test_two_prompts_share_the_rows() -> None:
     pipeline = Pipeline(2, FREE, slowdown=9.0)
     pipeline.arrive(1)

@@ -237,6 +237,29 @@ def test_a_long_prompt_beside_a_text(n_stages: int, row_share: float | None) -> 
     assert (other.ttft_s or 0.0) <= 1.5 * alone_s
 
 
+@pytest.mark.parametrize(
+    ("n_stages", "row_share", "least", "most_later"),
+    [(1, 0.05, 2.4, 1.2), (2, 0.1, 1.8, 1.15), (8, 0.1, 3.0, 1.1), (8, 0.3, 2.4, 1.1), (8, 0.9, 1.5, 1.1)],
+)
+def test_a_text_is_drafted_beside_a_long_prompt(
+    n_stages: int, row_share: float, least: float, most_later: float
+) -> None:
+    """While runs are long, a text gets several tokens of each, where that costs the prompt little."""
+    own = cluster((0.8 / n_stages,) * n_stages, 0.01, row_share=row_share)
+    asked = [
+        SimulatedRequest(tokens(n_text=3000, seed=1), Arrival(at_s=0.0)),
+        SimulatedRequest(tokens(n_text=8, n_prompt=2000), Arrival(at_s=20.0)),
+    ]
+    rates, ttft_s = [], []
+    for mode in (ASYNC, ITERATIVE):
+        text, prompt = checked(own, asked, mode, replace(WIDE, n_requests=2)).requests
+        assert prompt.ttft_s is not None
+        rates.append(sum(prompt.arrived < t < prompt.token_times[0] for t in text.token_times) / prompt.ttft_s)
+        ttft_s.append(prompt.ttft_s)
+    assert rates[0] > least * rates[1]
+    assert ttft_s[0] < most_later * ttft_s[1]
+
+
 ARRIVALS = st.lists(
     st.builds(
         Arrival,

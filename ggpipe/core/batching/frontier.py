@@ -9,7 +9,8 @@ accepted token   1                                          as soon as it may; a
                                                             go in as soon as the slowest stage is nearly free
 draft token      the calibrated probability of its path     with accepted tokens (`draft_with_root`), or in a
                                                             run of its own when a stage would be idle
-prompt token     the share that `prefill_slowdown` leaves   in chunks of its own, or with accepted tokens (`prompts`)
+prompt token     the share that `prefill_slowdown` leaves   in chunks of its own, or with accepted tokens and draft
+                                                            tokens (`prompts`)
 
 What rows cost is learned (`PipelineState.cost`), and weighed against their worth in `rows`. Runs of draft tokens go in
 when the slowest stage is about to be free, and not before: until then more of them may come. An only request has none
@@ -22,10 +23,11 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ggpipe.core.batching import prompts
+from ggpipe.core.batching.drafted import FrontierToken, best_first, nodes, with_drafted
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows, fitting, rows_of
 from ggpipe.core.batching.rows import Coming, DraftWithRoot, Rounds, draft_with_root, pays_beside_root, usual_chain
 from ggpipe.core.batching.together import gathers_drafted, steady_runs_of, usual_with_roots
@@ -33,9 +35,7 @@ from ggpipe.core.batching.turns import usual_turn
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
 from ggpipe.core.run_cost import most_per_second
-from ggpipe.core.tree import Node
 
-_PROBABILITY = operator.itemgetter(0)
 _COPIED, _COPIED_PATH = 16, 0.5
 """Depth and path probability of a chain of n-grams that leaves nothing to do for draft models on the same machine."""
 _DRAFTING = 0.1
@@ -55,10 +55,6 @@ class Choice:
     schedule: Sequence[ScheduledRows] = ()
     wake_at: float | None = None
     """When to choose again, by the clock of `PipelineState.now`; None: only an event changes the choice."""
-
-
-FrontierToken = tuple[float, RequestState]
-"""The path probability of a draft token that may go in, and its request."""
 
 
 def choose(pipeline: PipelineState, states: Sequence[SequenceState]) -> Choice:
@@ -87,7 +83,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     """Accepted tokens, and the draft tokens that go in with them."""
     rounds, n_runs = Rounds(pipeline.cost, len(decoding)), pipeline.n_awaited_runs(decoding)
     if len(decoding) > 1 and n_runs <= pipeline.n_stages and (n := pipeline.to_try(rounds, len(ready))):
-        return Choice(_schedule(fitting(ready[:n], pipeline.limits.n_rows), (), 0))
+        return Choice(with_drafted(fitting(ready[:n], pipeline.limits.n_rows), (), 0))
     steady = steady_runs_of(pipeline, decoding, rounds)
     if n_runs >= rounds.best:
         if steady is None or max(n_runs, pipeline.n_in_flight) >= pipeline.n_stages:
@@ -100,11 +96,11 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     roots = fitting(ready[:size], pipeline.limits.n_rows)
     drafted = next((state for state in roots if state.request.drafts), None)
     if drafted is None or not _may_draft_with(pipeline, roots):
-        return Choice(_schedule(roots, (), 0))
+        return Choice(with_drafted(roots, (), 0))
     rolls_back = pipeline.limits.rolls_back
     others = {state for state in decoding if rolls_back and state.tree.root.submitted and state.is_async}
     followed = [state for state in decoding if state in roots or state in others]
-    found = _best_first(pipeline, followed, pipeline.limits.n_rows - rows_of(roots))
+    found = best_first(pipeline, followed, pipeline.limits.n_rows - rows_of(roots))
     probabilities = [probability for probability, _ in found]
     if not all(state.is_async for state in roots):  # there are no later runs for their draft tokens
         n = len(found) if len(decoding) == 1 else most_per_second(probabilities, pipeline.cost, len(roots))
@@ -131,7 +127,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
         usual = usual_chain(drafted.drafters.calibration, pipeline.limits.n_rows, rounds.size)
         n = rounds.size + most_per_second(usual, pipeline.cost, rounds.size) - len(roots)
         n = min(n, most_per_second(probabilities, pipeline.cost, len(roots)))
-    return Choice(_schedule(roots, found, min(n, len(found))))
+    return Choice(with_drafted(roots, found, min(n, len(found))))
 
 
 def _draft_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> tuple[int, float | None]:
@@ -142,7 +138,7 @@ def _draft_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) ->
     for state in roots if waits else ():
         if not (state.overlaps and state.request.drafts):
             continue
-        if sum(1 for _ in itertools.islice(_nodes(state), usual)) < usual:
+        if sum(1 for _ in itertools.islice(nodes(state), usual)) < usual:
             pace = state.drafters.leading.pace
             at = _due_at(state, None if pace.first_s is None else pace.usual)
             if at is not None and pipeline.now < at:
@@ -217,9 +213,9 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
     if pipeline.now < (slot_at := pipeline.slot_at):
         return Choice(wake_at=slot_at)
     most = min(pipeline.limits.n_rows, pipeline.cost.most_rows)
-    found = _best_first(pipeline, drafting, most)
+    found = best_first(pipeline, drafting, most)
     if not pipeline.limits.rolls_back and len(drafting) > 1 and found:
-        found = _best_first(pipeline, (found[0][1],), most)
+        found = best_first(pipeline, (found[0][1],), most)
     probabilities = [probability for probability, _ in found]
     steady = steady_runs_of(pipeline, decoding, Rounds(pipeline.cost, len(decoding)))
     if steady is not None and pipeline.limits.rolls_back:
@@ -228,7 +224,7 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
         n = most_per_second(probabilities, pipeline.cost, after=_followed(found))
     if n > 1 and pipeline.tries_one(probabilities[0], sum(probabilities[1:n])):
         n = 1
-    return Choice(_schedule((), found, n))
+    return Choice(with_drafted((), found, n))
 
 
 def look_ahead(
@@ -242,8 +238,8 @@ def look_ahead(
     A single stage needs nothing to fill it: there draft tokens are useful in the root's run, and where they do not pay,
     drafting would only take cores from the stage.
     """
-    if any(other.phase is Phase.PREFILL for other in others):
-        return 0
+    if n_waiting := sum(other.phase is Phase.PREFILL for other in others):
+        return _look_ahead_of_prompts(pipeline, state, calibration, others, n_waiting)
     speculation, cost, rounds = state.request.speculation, pipeline.cost, Rounds(pipeline.cost, len(others) + 1)
     together = state.drafters.calibration
     served = [state, *(other for other in others if isinstance(other, RequestState))]
@@ -254,7 +250,8 @@ def look_ahead(
         return min(2 * usual, calibration.reach)
     if others and (rounds.best >= pipeline.n_stages or not state.is_async):
         usual = most_per_second(usual_chain(together, speculation.most_drafted, rounds.size), cost, rounds.size)
-        return math.ceil(usual / rounds.size)
+        each = math.ceil(usual / rounds.size)
+        return 2 * each if state.is_async and not speculation.continuous else each  # those below the next root as well
     if not state.is_async or not speculation.continuous:
         return speculation.most_drafted
     if pipeline.n_stages == 1 and not pays_beside_root(
@@ -265,6 +262,25 @@ def look_ahead(
         return min(calibration.reach, speculation.most_drafted)
     usual = most_per_second(usual_chain(together, speculation.most_drafted), cost)
     return min(usual * (pipeline.limits.n_in_flight + 1), calibration.reach)
+
+
+def _look_ahead_of_prompts(
+    pipeline: PipelineState,
+    state: RequestState,
+    calibration: Calibration,
+    others: Sequence[SequenceState],
+    n_waiting: int,
+) -> int:
+    """The same while others' prompts are computed: up to the draft tokens that go into their runs. Drafters that share
+    cores with the stages leave these to prompts."""
+    if not state.overlaps or pipeline.limits.shares_cores:
+        return 0
+    decoding = [state, *(other for other in others if isinstance(other, RequestState) and other.decodes)]
+    least = prompts.least_path(pipeline, decoding, n_waiting)
+    if least is None:
+        return 0
+    usual = sum(probability >= least for probability in usual_chain(calibration, calibration.reach))
+    return min(math.ceil(_AHEAD * usual), calibration.reach)
 
 
 def is_copying(pipeline: PipelineState, state: RequestState) -> bool:
@@ -298,46 +314,11 @@ def look_ahead_at_once(load: PipelineState, state: RequestState, others: Sequenc
     """How far a drafter without a model may be ahead of a request's root. It takes no run's time, and its own
     probabilities bound what it sends, so it may fill every run that could be in flight. `others`: requests that are
     served with it."""
-    if any(other.phase is Phase.PREFILL for other in others):
+    prefilling = any(other.phase is Phase.PREFILL for other in others)
+    if prefilling and not (state.overlaps and load.limits.rolls_back):
         return 0
     n_runs = load.limits.n_in_flight + 1 if state.is_async and state.request.speculation.continuous else 1
     return state.request.speculation.most_drafted * n_runs
-
-
-def _best_first(pipeline: PipelineState, states: Sequence[RequestState], most: int) -> Sequence[FrontierToken]:
-    """Draft tokens of these requests that have room, `most` of them at most, the most probable path first."""
-    if len(states) == 1:
-        found = _found(states[0], most)
-    else:
-        found = [one for state in states for one in _found(state, most)]
-        found.sort(key=_PROBABILITY, reverse=True)
-    spare = pipeline.spare_cells
-    return found[:most] if spare >= len(found) else list(itertools.islice(_with_cells(found, spare), most))
-
-
-def _with_cells(found: Iterable[FrontierToken], spare: int) -> Iterator[FrontierToken]:
-    """Those of these draft tokens for which their request has reserved cells, or one of the `spare` ones is left."""
-    reserved: dict[RequestState, int] = {}
-    for one in found:
-        _, state = one
-        own = reserved.get(state)
-        if own is None:
-            own = max(state.n_cells - state.n_used, 0)
-        if own + spare:
-            spare -= not own
-            yield one
-        reserved[state] = max(own - 1, 0)
-
-
-def _nodes(state: RequestState) -> Iterator[Node]:
-    """As many draft tokens of one request as it may have in a run, the most probable path first."""
-    return itertools.islice(state.draft_tokens(), state.request.speculation.most_drafted)
-
-
-def _found(state: RequestState, most: int) -> list[FrontierToken]:
-    """The same as `_nodes`, `most` of them at most."""
-    log_root = state.tree.root.log_path
-    return [(math.exp(node.log_path - log_root), state) for node in itertools.islice(_nodes(state), most)]
 
 
 def _followed(found: Sequence[FrontierToken]) -> float:
@@ -345,20 +326,8 @@ def _followed(found: Sequence[FrontierToken]) -> float:
     if not found:
         return 1.0
     _, state = found[0]
-    parent = next(_nodes(state)).parent or state.tree.root
+    parent = next(nodes(state)).parent or state.tree.root
     return math.exp(parent.log_path - state.tree.root.log_path) or 1.0
-
-
-def _schedule(roots: Iterable[RequestState], found: Sequence[FrontierToken], n: int) -> list[ScheduledRows]:
-    """These accepted tokens and the first `n` draft tokens. Further ones take the places of those that get no id."""
-    schedule = {
-        state: ScheduledRows(state, nodes=itertools.chain((state.tree.root,), _nodes(state)), most=1) for state in roots
-    }
-    for _, state in found[:n]:
-        if state not in schedule:
-            schedule[state] = ScheduledRows(state, nodes=_nodes(state))
-        schedule[state].most += 1
-    return list(schedule.values())
 
 
 def _is_ready(state: RequestState) -> bool:

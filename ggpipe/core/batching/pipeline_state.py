@@ -178,8 +178,9 @@ class PipelineState:
                     self._turn_run = root.run
         n_prompt_rows = sum([part.n_prompt_rows for part in parts])
         n_nodes = sum([len(part.rows) for part in parts]) - n_prompt_rows
+        n_drafted = sum([part.n_draft_tokens for part in parts]) if n_prompt_rows else 0
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
-        self._free_at = before + self.cost.prompt_s(n_nodes, n_prompt_rows)
+        self._free_at = before + self.cost.prompt_s(n_nodes - n_drafted, n_prompt_rows + n_drafted)
         self.had_prompts, self.had_embedding = n_prompt_rows > 0, parts[0].owner.embeds
         if not n_prompt_rows:
             self._n_in_flight[n_nodes] += 1
@@ -193,7 +194,9 @@ class PipelineState:
             return
         if n_prompt_rows:
             slowest = max(result.spans, key=lambda span: span.compute_s)
-            self.ahead_cost.prompt_ended(slowest.n_rows - n_prompt_rows, n_prompt_rows, slowest.compute_s)
+            n_drafted = sum([part.n_draft_tokens for part in run.parts])
+            n_first = max(slowest.n_rows - n_prompt_rows - n_drafted, 0)
+            self.ahead_cost.prompt_ended(n_first, slowest.n_rows - n_first, slowest.compute_s)
         elif result.rows:
             self._learn_rows(self.turn_cost if result.run == self._turn_run else self.ahead_cost, result, n_rows)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ggpipe.core.batching.drafted import FrontierToken, best_first, with_drafted
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows, fitting, rows_of
 from ggpipe.core.batching.rows import Rounds
+from ggpipe.core.batching.together import best_speed
 from ggpipe.core.prompt_chunks import TILE, chunk_end
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
 
@@ -44,8 +46,8 @@ def schedule(
     ready: Sequence[RequestState],
     n_runs: int,
 ) -> Sequence[ScheduledRows]:
-    """Tokens of the prompts that wait, with the accepted tokens that are `ready`; nothing when it is better to wait.
-    `n_runs`: runs in flight with accepted tokens or prompts."""
+    """Tokens of the prompts that wait, with the accepted tokens that are `ready` and draft tokens; nothing when it is
+    better to wait. `n_runs`: runs in flight with accepted tokens or prompts."""
     first = _accepted(pipeline, ready, len(waiting))
     if not first and pipeline.n_in_flight >= (pipeline.n_stages if decoding else pipeline.limits.n_in_flight):
         return ()
@@ -53,17 +55,52 @@ def schedule(
         return ()
     if len(waiting) == 1 and not decoding:
         return _alone(pipeline, waiting[0])
-    roots, n_rows = [ScheduledRows(state, nodes=(state.tree.root,), most=1) for state in first], rows_of(first)
     n_past = sum(state.counters.cached_tokens for state in waiting)
     n_new = sum(len(state.prompt) for state in waiting) - n_past
     n_chunk = pipeline.limits.prompt_rows(n_new, n_past // max(len(waiting), 1), len(waiting))
-    n_prompt = min(n_chunk, pipeline.limits.n_rows - n_rows)
     n_left = sum(len(state.prompt) - state.n_past for state in waiting)
+    drafted = _drafted(pipeline, decoding, first, len(waiting))
+    n_rows = rows_of(first) + len(drafted)
+    n_prompt = min(n_chunk, pipeline.limits.n_rows - n_rows)
     if decoding and not _goes_at_once(pipeline, n_rows, n_left, len(decoding), len(waiting)):
-        n_prompt = _prompt_rows(pipeline, n_rows, len(decoding), n_prompt)
+        n_all = _run_rows(pipeline, len(decoding))
+        if 2 * n_rows <= n_chunk:
+            n_all = min(n_all, n_chunk)
+        n_prompt = min(max(n_all - n_rows, 1), n_prompt)
         if not ready and pipeline.n_in_flight and not pipeline.has_prompts and n_left > _MANY_RUNS * n_prompt:
             return ()  # it goes in with the tokens in flight, which would else wait for it
-    return [*roots, *_shared_out(waiting, n_prompt)]
+    return [*with_drafted(first, drafted, len(drafted)), *_shared_out(waiting, n_prompt)]
+
+
+def _drafted(
+    pipeline: PipelineState, decoding: Sequence[RequestState], roots: Sequence[RequestState], n_waiting: int
+) -> Sequence[FrontierToken]:
+    """Draft tokens that go into a run with these accepted tokens and those of `n_waiting` prompts, in up to half of its
+    other rows."""
+    drafting = [
+        state
+        for state in decoding
+        if state.is_async and pipeline.may_draft(state) and (state.tree.root.submitted or state in roots)
+    ]
+    most = (pipeline.limits.n_rows - rows_of(roots)) // 2
+    if not drafting or most <= 0 or (least := least_path(pipeline, decoding, n_waiting)) is None:
+        return ()
+    found = best_first(pipeline, drafting, most)
+    return [one for one in found if one[0] >= least]
+
+
+def least_path(pipeline: PipelineState, decoding: Sequence[RequestState], n_waiting: int) -> float | None:
+    """The path probability from which on draft tokens are worth a row in runs with tokens of `n_waiting` prompts; None:
+    none of them are, or it is not known yet.
+
+    Such runs take long, and a further row makes them little longer. That delays prompts, and with them the time from
+    which on all requests decode as fast as without prompts.
+    """
+    cost, limits = pipeline.cost, pipeline.limits
+    if cost.prompt_row_s(1) is None or not cost.is_known or not limits.rolls_back:
+        return None
+    row_s = cost.prompt_row_s(_run_rows(pipeline, len(decoding))) or 0.0
+    return row_s * best_speed(pipeline, decoding, len(decoding) + n_waiting)
 
 
 def _accepted(pipeline: PipelineState, ready: Sequence[RequestState], n_waiting: int) -> Sequence[RequestState]:
@@ -101,28 +138,32 @@ def _goes_at_once(pipeline: PipelineState, n_tokens: int, n_left: int, n_decodin
     return pipeline.cost.prompt_row_s(1) is not None and pipeline.cost.prompt_s(n_tokens, n_left) < most_s
 
 
-def _prompt_rows(pipeline: PipelineState, n_tokens: int, n_decoding: int, most: int) -> int:
-    """Rows of prompts beside `n_tokens` accepted tokens, while `n_decoding` requests decode: those that bring most
-    prompt tokens a second, as many as make runs take about `prefill_slowdown` times as long as without; at least one.
+def _run_rows(pipeline: PipelineState, n_decoding: int) -> int:
+    """Rows of each run with tokens of prompts while `n_decoding` requests decode: those that bring most prompt tokens a
+    second, as many as make runs take about `prefill_slowdown` times as long as without prompts.
 
-    A run has whole tiles of rows, whoever they are for: those of a tile that is not full take as long as a full one's.
+    It does not depend on what else goes into the next run: behind a run that is longer than the others, all would wait
+    in each stage. A run has whole tiles of rows, whoever they are for: those of a tile that is not full take as long as
+    a full one's.
     """
-    cost = pipeline.cost
+    cost, most = pipeline.cost, pipeline.limits.n_rows
+    first = math.ceil(n_decoding / pipeline.n_stages)
     if cost.prompt_row_s(1) is None or not cost.is_known:
-        return min(max(_FIRST_ROWS - n_tokens, 1), most)
-    first, usual_s = max(n_tokens, 1), Rounds(cost, n_decoding).round_s / pipeline.n_stages
-    more_s = pipeline.limits.prefill_slowdown * usual_s - cost.seconds(first)
+        return min(max(_FIRST_ROWS, first + 1), most)
+    more_s = pipeline.limits.prefill_slowdown * Rounds(cost, n_decoding).round_s / pipeline.n_stages - cost.seconds(
+        first
+    )
     best, fastest = 0, 0.0
     fewest = TILE
-    while fewest <= n_tokens + most:
+    while fewest <= most:
         row_s = cost.prompt_row_s(fewest) or 0.0
-        n_all = first + round(more_s / row_s) if row_s else n_tokens + most
-        n_all = min((n_all + TILE // 2) // TILE * TILE, 2 * fewest - TILE, n_tokens + most)
-        n = n_all - n_tokens
-        if n_all >= fewest and n > 0 and (rate := n / cost.prompt_s(n_tokens, n)) > fastest:
-            best, fastest = n, rate
+        n_all = first + round(more_s / row_s) if row_s else most
+        n_all = min((n_all + TILE // 2) // TILE * TILE, 2 * fewest - TILE, most)
+        n = n_all - first
+        if n_all >= fewest and n > 0 and (rate := n / cost.prompt_s(first, n)) > fastest:
+            best, fastest = n_all, rate
         fewest *= 2
-    return min(best or 1, most)
+    return best or min(first + 1, most)
 
 
 def _shared_out(states: Sequence[SequenceState], n_rows: int) -> list[ScheduledRows]:

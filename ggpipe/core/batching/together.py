@@ -30,6 +30,15 @@ def steady_runs_of(pipeline: PipelineState, decoding: Sequence[RequestState], ro
     return steady if steady.speed * rounds.round_s > len(decoding) else None
 
 
+def best_speed(pipeline: PipelineState, decoding: Sequence[RequestState], n_requests: int) -> float:
+    """Accepted tokens a second of `n_requests` requests together, which draft as these do, while there are no
+    prompts."""
+    rounds = Rounds(pipeline.cost, n_requests)
+    drafting = [state.drafters for state in decoding if state.overlaps and state.request.drafts]
+    agreement = sum([known.calibration.agreement for known in drafting if not known.any_paused]) / len(decoding)
+    return max(n_requests / rounds.round_s, steady_runs(pipeline.cost, n_requests, agreement).speed)
+
+
 def gathers_drafted(pipeline: PipelineState, states: Sequence[RequestState]) -> bool:
     """Whether runs of several requests may wait for draft tokens of these: those of a single stage, which computes the
     accepted tokens of all at once, unless drafters use its cores."""
