@@ -59,13 +59,11 @@ def schedule(
     n_new = sum(len(state.prompt) for state in waiting) - n_past
     n_chunk = pipeline.limits.prompt_rows(n_new, n_past // max(len(waiting), 1), len(waiting))
     n_left = sum(len(state.prompt) - state.n_past for state in waiting)
-    drafted = _drafted(pipeline, decoding, first, len(waiting))
+    n_all = min(_run_rows(pipeline, len(decoding)), max(n_chunk, 2 * rows_of(first))) if decoding else 0
+    drafted = _drafted(pipeline, decoding, first, len(waiting), (n_all - rows_of(first)) // 2)
     n_rows = rows_of(first) + len(drafted)
     n_prompt = min(n_chunk, pipeline.limits.n_rows - n_rows)
     if decoding and not _goes_at_once(pipeline, n_rows, n_left, len(decoding), len(waiting)):
-        n_all = _run_rows(pipeline, len(decoding))
-        if 2 * n_rows <= n_chunk:
-            n_all = min(n_all, n_chunk)
         n_prompt = min(max(n_all - n_rows, 1), n_prompt)
         if not ready and pipeline.n_in_flight and not pipeline.has_prompts and n_left > _MANY_RUNS * n_prompt:
             return ()  # it goes in with the tokens in flight, which would else wait for it
@@ -73,20 +71,17 @@ def schedule(
 
 
 def _drafted(
-    pipeline: PipelineState, decoding: Sequence[RequestState], roots: Sequence[RequestState], n_waiting: int
+    pipeline: PipelineState, decoding: Sequence[RequestState], roots: Sequence[RequestState], n_waiting: int, most: int
 ) -> Sequence[FrontierToken]:
-    """Draft tokens that go into a run with these accepted tokens and those of `n_waiting` prompts, in up to half of its
-    other rows."""
+    """Draft tokens, at most `most`, that go into a run with these accepted tokens and those of `n_waiting` prompts."""
     drafting = [
         state
         for state in decoding
         if state.is_async and pipeline.may_draft(state) and (state.tree.root.submitted or state in roots)
     ]
-    most = (pipeline.limits.n_rows - rows_of(roots)) // 2
     if not drafting or most <= 0 or (least := least_path(pipeline, decoding, n_waiting)) is None:
         return ()
-    found = best_first(pipeline, drafting, most)
-    return [one for one in found if one[0] >= least]
+    return [one for one in best_first(pipeline, drafting, most) if one[0] >= least]
 
 
 def least_path(pipeline: PipelineState, decoding: Sequence[RequestState], n_waiting: int) -> float | None:
