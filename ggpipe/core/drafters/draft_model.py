@@ -16,16 +16,14 @@ in the prefix cache. Output that no longer fits is hidden, the oldest first: its
 
 from __future__ import annotations
 
-import collections
-import itertools
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import structs
 
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch, Shared
 from ggpipe.core.drafters.adjusted_rows import N_MORE
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ToHead
+from ggpipe.core.drafters.draft_runs import n_best_first, rows_beside
 from ggpipe.core.drafters.draft_state import DraftState
 from ggpipe.core.drafters.foresight import N_CANDIDATES, Foresight, Mixture
 from ggpipe.core.events import RunDone, RunEnded, SubmitRun, Tick
@@ -33,7 +31,7 @@ from ggpipe.core.in_flight import InFlight, RunPart, cancel_action, records_of
 from ggpipe.core.kv.prefix_cache import PrefixCache
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RunResult, Save
 from ggpipe.core.prompt_chunks import chunk_end
-from ggpipe.core.run_cost import RunCost, most_per_second
+from ggpipe.core.run_cost import RunCost
 from ggpipe.core.tree import Node
 
 _STEPS = 4
@@ -173,8 +171,12 @@ class DraftModel:
             return
         if not run.n_prompt_rows:
             self._attempt_s = now - run.submitted_at
-            if result.slowest_s > 0:
-                self._cost.ended(len(run.run.rows), result.slowest_s, result.total_s)
+        if result.slowest_s > 0:
+            n_nodes = len(run.run.rows) - run.n_prompt_rows
+            if run.n_prompt_rows:
+                self._cost.prompt_ended(n_nodes, run.n_prompt_rows, result.slowest_s)
+            else:
+                self._cost.ended(n_nodes, result.slowest_s, result.total_s)
         for part in run.parts:
             part.owner.add_candidates(part.nodes)
             if part.n_prompt_rows and part.request in self._requests:
@@ -239,57 +241,70 @@ class DraftModel:
         return state.tokens[: min(n, len(state.begin.prompt)) if state.n_hidden else n]
 
     def _decode(self, now: float, actions: list[DraftAction]) -> None:
-        """Submit text first, in chunks; then the tips of all requests in one run."""
+        """Submit text first, in chunks; then the tips of all requests in one run, with the next tokens of a prompt that
+        is read while other requests draft."""
+        reads_in_parts = self._reads_in_parts()
         for state in self._requests.values():
+            if reads_in_parts and self._is_reading(state):
+                continue
             while self._in_flight.n_computed < self._limits.n_in_flight and self._tokens_wait(state):
-                at = state.n_decoded
-                most = min(self._chunk_end(state) - at, self._free_cells)
-                if self._window and at >= len(state.begin.prompt):
-                    most = min(most, max(self._window // _STEPS, 1))
-                    if at - state.n_hidden + most > self._window:
-                        state.hide()
-                if state.saves_prompt:
-                    n_saved = len(state.begin.prompt) - 1
-                    if at == n_saved:
-                        self._save(state, state.begin.prompt[:-1], now, actions)
-                    else:
-                        most = min(most, n_saved - at)
-                chunk = state.tokens[at : at + most]
-                state.n_decoded += len(chunk)
-                last = state.n_decoded == len(state.tokens)
-                nodes = state.tree.place([state.tree.root], self._in_flight.next_run, 1) if last else []
                 logits_requests: dict[LogitsRequest, int] = {}
-                part = self._part(state, nodes, chunk[: len(chunk) - last], at, logits_requests)
+                part = self._text_part(state, self._chunk_end(state) - state.n_decoded, logits_requests, now, actions)
                 actions.append(self._submit([part], logits_requests, now))
         if self._in_flight.n_computed:
             return
         parts: list[RunPart[DraftState]] = []
-        logits_requests, n_rows = {}, 0
-        n_best = self._n_best_first()
+        logits_requests, limit = {}, self._limits.n_rows
+        n_best = n_best_first(self._requests.values(), self._cost, limit)
+        if reads_in_parts and (reading := [state for state in self._requests.values() if self._is_reading(state)]):
+            n_chunk = self._chunk_end(reading[0]) - reading[0].n_decoded
+            most = min(rows_beside(n_best.total(), self._cost, limit), n_chunk)
+            parts.append(self._text_part(reading[0], most, logits_requests, now, actions))
+            limit -= len(parts[0].rows)
         for state in list(self._requests.values()):
             n_own = n_best[state] if state.is_best_first else state.begin.speculation.draft_rows
-            most = min(n_own, self._limits.n_rows - n_rows, self._free_cells)
-            if nodes := state.tree.place(state.tips(), self._in_flight.next_run, most):
+            if nodes := state.tree.place(state.tips(), self._in_flight.next_run, min(n_own, limit, self._free_cells)):
                 parts.append(self._part(state, nodes, (), 0, logits_requests))
-                n_rows += len(nodes)
+                limit -= len(nodes)
                 self._requests[state.begin.request] = self._requests.pop(state.begin.request)  # others come first next
         if parts:
             actions.append(self._submit(parts, logits_requests, now))
 
-    def _n_best_first(self) -> Mapping[DraftState, int]:
-        """How many tips of each tree that grows best-first are decoded next: the most probable paths of all requests,
-        as many as bring most for the run's time."""
-        most = min(self._limits.n_rows, self._cost.most_rows)
-        tips = [
-            (state.path_probability(node), state)
-            for state in self._requests.values()
-            if state.is_best_first
-            for node in itertools.islice(state.tips(), min(state.begin.speculation.draft_rows, most))
-        ]
-        if len(self._requests) > 1:
-            tips.sort(key=operator.itemgetter(0), reverse=True)
-        n = most_per_second([probability for probability, _ in tips[:most]], self._cost)
-        return collections.Counter([state for _, state in tips[:n]])
+    def _is_reading(self, state: DraftState) -> bool:
+        """Whether the next tokens of a request's text that are to be decoded are those of its prompt."""
+        return state.n_decoded < len(state.begin.prompt) and self._tokens_wait(state)
+
+    def _reads_in_parts(self) -> bool:
+        """Whether prompts are read in runs that are so short that other requests draft meanwhile."""
+        if self._limits.n_stages > 1 or not any(state.is_drafting for state in self._requests.values()):
+            return False
+        return any(self._is_reading(state) for state in self._requests.values())
+
+    def _text_part(
+        self,
+        state: DraftState,
+        most: int,
+        logits_requests: dict[LogitsRequest, int],
+        now: float,
+        actions: list[DraftAction],
+    ) -> RunPart[DraftState]:
+        """The next tokens of a request's text, at most `most`."""
+        at, most = state.n_decoded, min(most, self._free_cells)
+        if self._window and at >= len(state.begin.prompt):
+            most = min(most, max(self._window // _STEPS, 1))
+            if at - state.n_hidden + most > self._window:
+                state.hide()
+        if state.saves_prompt:
+            n_saved = len(state.begin.prompt) - 1
+            if at == n_saved:
+                self._save(state, state.begin.prompt[:-1], now, actions)
+            else:
+                most = min(most, n_saved - at)
+        chunk = state.tokens[at : at + most]
+        state.n_decoded += len(chunk)
+        last = state.n_decoded == len(state.tokens)
+        nodes = state.tree.place([state.tree.root], self._in_flight.next_run, 1) if last else []
+        return self._part(state, nodes, chunk[: len(chunk) - last], at, logits_requests)
 
     def _chunk_end(self, state: DraftState) -> int:
         """Where the run ends that computes the next tokens of a text, where cells suffice. What follows the prompt is

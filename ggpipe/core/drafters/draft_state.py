@@ -120,6 +120,11 @@ class DraftState:
         return self.begin.speculation.mode == "async" and self.begin.speculation.continuous
 
     @property
+    def is_drafting(self) -> bool:
+        """Its prompt is decoded, and draft tokens are wanted."""
+        return self.look_ahead > 0 and self.n_decoded >= len(self.begin.prompt)
+
+    @property
     def may_retry(self) -> bool:
         """What is not probable enough to be drafted now may be a little later."""
         return self.overlaps and not self.is_best_first and self.thresholds.can_fall

@@ -235,6 +235,9 @@ class EagleHead(DraftModel):
     def _tokens_wait(self, state: DraftState) -> bool:
         return state.n_decoded < self._n_ready(state) and self._free_cells > 0
 
+    def _reads_in_parts(self) -> bool:
+        return False  # states come in short parts anyway, as the target computes them
+
     def _chunk_end(self, state: DraftState) -> int:
         end = min(super()._chunk_end(state), self._n_ready(state))
         if end == len(state.tokens) and end - state.n_decoded > self._rows_with_root:
