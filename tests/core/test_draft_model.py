@@ -148,6 +148,33 @@ def test_a_prompt_keeps_all_stages_of_the_draft_busy() -> None:
         assert [len(run.rows) for run in draft.runs] == expected
 
 
+def test_a_prompt_is_read_in_parts_while_another_request_drafts() -> None:
+    draft = Draft(n_requests=2, n_ctx=999, n_batch=512, n_ubatch=512)
+    draft.begin(1)
+    draft.answer({5: 0.9})
+    draft.begin(2, prompt=tuple(range(201, 301)))
+    sizes = []
+    for i in range(3):
+        (run,) = draft.runs
+        sizes.append(tuple(sum(row.request == request for row in run.rows) for request in (1, 2)))
+        draft.answer(*({10 + i: 0.9} for row in run.rows if row.logits_request >= 0))
+    assert sizes == [(1, 0), (1, 32), (1, 32)]
+    draft.accept(1, 50)  # which was not drafted
+    assert [len(run.rows) for run in draft.runs] == [1 + 32, 1], "it does not wait for the prompt"
+    draft.answer({20: 0.9})
+    draft.answer({21: 0.9})
+    assert [len(run.rows) for run in draft.runs] == [1 + 4]
+
+
+def test_a_prompt_is_read_whole_while_nobody_drafts() -> None:
+    draft = Draft(n_requests=2, n_ctx=999, n_batch=512, n_ubatch=512)
+    draft.begin(1, look_ahead=1)
+    draft.answer({5: 0.9})
+    draft.say(Accepted(1, 0, (), 0))
+    draft.begin(2, prompt=tuple(range(201, 301)))
+    assert [len(run.rows) for run in draft.runs] == [100]
+
+
 def test_a_run_ends_once() -> None:
     with pytest.raises(ValueError, match="run 5 is not in flight"):
         Draft().say(RunEnded(RunResult(5)))
