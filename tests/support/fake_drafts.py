@@ -140,18 +140,18 @@ class RealDraft(DrafterDriver):
         for request, history in self.pipeline.rows_of[run.id]:
             assert self._lives(request, history), "a token that is known to be rejected"
             assert len(history) <= len(self.text[request]) + self.look_ahead[request] - 1, "deeper than allowed"
-        n_rows = collections.Counter(row.request for row in run.rows)
-        if self._draft_tokens(run):
+        if drafted := self._draft_tokens(run):
             assert not speculating, "two runs of draft tokens in flight"
-            assert all(n <= self.begun[request].speculation.draft_rows for request, n in n_rows.items())
+            n_drafted = collections.Counter(row.request for row in drafted)
+            assert all(n <= self.begun[request].speculation.draft_rows for request, n in n_drafted.items())
         for row in run.rows:
             assert (
                 row.logits_request == -1
                 or run.logits_requests[row.logits_request].banned == self.begun[row.request].banned
             )
 
-    def _draft_tokens(self, run: Run) -> bool:
-        return any(row.pos + self._first(row.request) >= len(self.text.get(row.request, ())) for row in run.rows)
+    def _draft_tokens(self, run: Run) -> list[Row]:
+        return [row for row in run.rows if row.pos + self._first(row.request) >= len(self.text.get(row.request, ()))]
 
     def _sent(self, batch: MicroBatch) -> None:
         speculation = self.begun[batch.request].speculation

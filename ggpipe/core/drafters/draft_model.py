@@ -256,12 +256,13 @@ class DraftModel:
         parts: list[RunPart[DraftState]] = []
         logits_requests, limit = {}, self._limits.n_rows
         n_best = n_best_first(self._requests.values(), self._cost, limit)
-        if reads_in_parts and (reading := [state for state in self._requests.values() if self._is_reading(state)]):
-            n_chunk = self._chunk_end(reading[0]) - reading[0].n_decoded
-            most = min(rows_beside(n_best.total(), self._cost, limit), n_chunk)
-            parts.append(self._text_part(reading[0], most, logits_requests, now, actions))
+        others = list(self._requests.values())
+        for reading in [state for state in others if reads_in_parts and self._is_reading(state)][:1]:
+            most = min(rows_beside(n_best.total(), self._cost, limit), self._chunk_end(reading) - reading.n_decoded)
+            parts.append(self._text_part(reading, most, logits_requests, now, actions))
             limit -= len(parts[0].rows)
-        for state in list(self._requests.values()):
+            others.remove(reading)
+        for state in others:
             n_own = n_best[state] if state.is_best_first else state.begin.speculation.draft_rows
             if nodes := state.tree.place(state.tips(), self._in_flight.next_run, min(n_own, limit, self._free_cells)):
                 parts.append(self._part(state, nodes, (), 0, logits_requests))
