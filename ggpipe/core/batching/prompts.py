@@ -145,9 +145,8 @@ def _run_rows(pipeline: PipelineState, n_decoding: int) -> int:
     first = math.ceil(n_decoding / pipeline.n_stages)
     if cost.prompt_row_s(1) is None or not cost.is_known:
         return min(max(_FIRST_ROWS, first + 1), most)
-    more_s = pipeline.limits.prefill_slowdown * Rounds(cost, n_decoding).round_s / pipeline.n_stages - cost.seconds(
-        first
-    )
+    usual_s = Rounds(cost, n_decoding).round_s / pipeline.n_stages
+    more_s = pipeline.limits.prefill_slowdown * usual_s - cost.seconds(first)
     best, fastest = 0, 0.0
     fewest = TILE
     while fewest <= most:
