@@ -43,8 +43,9 @@ class EngineConfig:
     n_queued: int = 1000
     """Maximum number of waiting requests; others are refused."""
     prefill_slowdown: float = 5.0
-    """Prompts may make each decoding step of other requests up to this many times slower. A larger value processes
-    prompts faster; a smaller one keeps other outputs fluent."""
+    """Prompts may make each decoding step of other requests about this many times slower, and up to three times that
+    where long runs are clearly cheaper for each row, as those of mixtures are. A larger value processes prompts faster;
+    a smaller one keeps other outputs fluent."""
     cache_prompt: bool = True
     """Keep the KV cells of ended requests, until they are needed, for prompts that begin with the same tokens."""
     prompt_cache: PromptCacheConfig | None = None

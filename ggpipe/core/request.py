@@ -102,7 +102,8 @@ class Limits:
     drops_rows: bool = True
     """Stages drop dead rows of runs; see `dropped_rows`."""
     prefill_slowdown: float = 5.0
-    """How many times as long others' prompts may make a run while requests are decoding, approximately."""
+    """How many times as long others' prompts may make a run while requests are decoding, approximately; three times
+    that where rows are clearly cheaper in long runs."""
     crowding: float = 0.0
     """Threads per core on the machine of the target's median stage: while others compute there, it may take longer. 0:
     each stage has a machine of its own, and so have draft models."""
