@@ -188,7 +188,7 @@ def test_a_prompt_takes_the_time_that_decoding_leaves() -> None:
 
 @pytest.mark.parametrize(("n_stages", "text_s"), [(2, {1: 0.32, 16: 0.3}), (8, {1: 0.25})])
 def test_runs_are_as_long_with_accepted_tokens_as_without(n_stages: int, text_s: dict[int, float]) -> None:
-    """All runs would wait behind a longer one, in each stage."""
+    """Runs that follow a longer one would wait in each stage."""
     pipeline = Pipeline(n_stages, FREE, text_s)
     pipeline.arrive(1)
     for _ in range(30):

@@ -148,8 +148,7 @@ def _run_rows(pipeline: PipelineState, n_decoding: int) -> int:
     second, as many as make runs take about `prefill_slowdown` times as long as without prompts, or up to three times
     that where rows are clearly cheaper in long runs: a run of a mixture reads experts once for all of its rows.
 
-    It does not depend on what else goes into the next run: behind a run that is longer than the others, all would wait
-    in each stage.
+    It does not depend on the other rows of the next run: runs that follow a longer one would wait in each stage.
     """
     cost, most = pipeline.cost, pipeline.limits.n_rows
     first = math.ceil(n_decoding / pipeline.n_stages)

@@ -12,8 +12,9 @@ from ggpipe.core.prompt_chunks import TILE
 from ggpipe.core.run_cost import RunCost, most_per_second
 
 _READING = 5.0
-"""How many times as long prompts make runs with draft tokens of others, approximately. With 3 or 9, decoding is at most
-3 % faster or slower (simulated: prompts of 1,000 and 3,000 tokens that arrive at random, on five clusters)."""
+"""How many times as long prompts make runs with draft tokens of others, approximately. With 3, requests decode up to
+3 % faster or slower, with 9 up to 6 % slower (simulated: prompts of 500 to 3,000 tokens that arrive at random, on five
+clusters)."""
 _FIRST_READ = 32
 """Rows of a prompt in such a run, before a run has shown what they take."""
 
