@@ -126,7 +126,8 @@ class StagePart:
         """Seconds of a decode. `changed`: the run before had another number of rows; `rested`: the stage rests."""
         cost, past = self.spec.cost, _past(job.rows)
         n_ahead = max([logits_request.n_positions for logits_request in job.run.logits_requests], default=1)
-        work_s = cost.seconds(len(job.rows), *past)
+        batches = _equal_batches(job.rows) if self.spec.is_recurrent else (job.rows,)
+        work_s = sum([cost.seconds(len(batch), *_past(batch)) for batch in batches])
         if n_ahead > 1:  # a block, which is decoded on its own
             work_s += cost.seconds(n_ahead + 1, *past)
         if changed:
@@ -294,6 +295,22 @@ class VirtualStage:
 def header_bytes(run: Run) -> int:
     """Bytes of a run without its activations."""
     return HEADER_BYTES + _ROW_HEADER_BYTES * len(run.rows)
+
+
+def _equal_batches(rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
+    """The rows as libllama computes those of a recurrent model, batch by batch: in each, all sequences that have rows
+    left have the same number, that of the sequence with the fewest."""
+    if rows[0].request == rows[-1].request:
+        return (rows,)
+    left: dict[int, list[Row]] = {}
+    for row in rows:
+        left.setdefault(row.request, []).append(row)
+    batches = []
+    while left:
+        n_each = min(map(len, left.values()))
+        batches.append([row for own in left.values() for row in own[:n_each]])
+        left = {request: own[n_each:] for request, own in left.items() if len(own) > n_each}
+    return batches
 
 
 def _past(rows: Sequence[Row]) -> tuple[float, float]:

@@ -51,6 +51,8 @@ class StageSpec:
 
     threads: int
     cost: Cost
+    is_recurrent: bool = False
+    """Sequences with unequal numbers of rows are computed one after another."""
     nice: bool = False
     """It runs at nice 5: others on its cores come first."""
     change_s: float = 0.0
@@ -224,6 +226,7 @@ def build(
                 stages[rank] = StageSpec(
                     threads=n_threads,
                     cost=cost,
+                    is_recurrent=shape.is_recurrent and not is_draft,
                     nice=is_draft and _shared(placement, rank),
                     change_s=change_s(nodes[rank], shape, stage.layers, is_draft),
                 )

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import n_examples
 from support.oracle import Oracle, drafting
-from support.virtual import ASYNC, ITERATIVE, checked, cluster, tokens
+from support.virtual import ASYNC, ITERATIVE, checked, cluster, tokens, watched
 
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.sim.simulator import simulate
+from ggpipe.core.messages import Run
+from ggpipe.sim.arrivals import Arrival, Traffic
+from ggpipe.sim.limits import Sizes
+from ggpipe.sim.simulator import SimulatedRequest, serve, simulate
 from ggpipe.sim.text import SyntheticTokens
 from ggpipe.sim.virtual_cluster import VirtualCluster, build, placement_of
 from ggpipe.stats.records import RequestStats
@@ -105,3 +110,51 @@ def test_recurrent_targets_are_known_by_their_shape() -> None:
         virtual = build(spec, placement_of(spec, target, (spec.draft,)), target, (spec.draft,))
         assert virtual.target.rolls_back == (target is spec.target)
         assert virtual.drafts[0].rolls_back
+
+
+def of_users(n: int, n_each: int = 2) -> list[SimulatedRequest]:
+    arrivals = Traffic(users=n, n_total=n * n_each).arrivals()
+    return [SimulatedRequest(tokens(0.7, 100, seed=i), arrival) for i, arrival in enumerate(arrivals)]
+
+
+def rows_by_request(run: Run) -> collections.Counter[int]:
+    return collections.Counter(row.request for row in run.rows)
+
+
+@pytest.mark.parametrize("n_users", [2, 3, 6])
+@pytest.mark.parametrize("row_share", [0.02, 0.6])
+def test_requests_have_equally_many_rows_in_a_run(n_users: int, row_share: float) -> None:
+    own = cluster((0.02,) * 4, 0.002, row_share=row_share, rolls_back=False)
+    with watched() as seen:
+        serve(own, of_users(n_users), ASYNC, Sizes(n_ctx=10_000, n_requests=n_users))
+    written = [run for run in seen.runs if run.rows and all(row.pos >= 3 for row in run.rows)]
+    assert all(len(set(rows_by_request(run).values())) == 1 for run in written)
+    if row_share < 0.1:
+        assert any(len(rows_by_request(run)) > 1 and len(run.rows) > len(rows_by_request(run)) for run in written)
+
+
+def test_prompts_have_runs_of_their_own() -> None:
+    own, n_prompt = cluster((0.02,) * 3, 0.002, row_share=0.2, rolls_back=False), 400
+    long = SimulatedRequest(tokens(0.7, 20, n_prompt), Arrival(at_s=1.0))
+    with watched() as seen:
+        served = serve(own, [*of_users(2, 1), long], ASYNC, Sizes(n_ctx=10_000, n_requests=3)).requests
+    reading = [run for run in seen.runs if any(row.request == 3 and row.pos < n_prompt - 1 for row in run.rows)]
+    assert len(reading) > 10
+    assert all(set(rows_by_request(run)) == {3} for run in reading)
+    first_s = served[2].token_times[0]
+    assert all(sum(1.0 < at_s < first_s for at_s in other.token_times) > 5 for other in served[:2])
+
+
+@pytest.mark.parametrize("n_users", [2, 6])
+def test_several_users_gain_nearly_as_much_as_where_states_go_back(n_users: int) -> None:
+    sizes = Sizes(n_ctx=10_000, n_requests=n_users)
+
+    def gain(rolls_back: bool) -> float:
+        own = cluster((0.02,) * 8, 0.002, row_share=0.05, rolls_back=rolls_back)
+        drafting_s, alone_s = (
+            max(stats.ended or 0.0 for stats in serve(own, of_users(n_users, 1), speculation, sizes).requests)
+            for speculation in (ASYNC, ITERATIVE)
+        )
+        return alone_s / drafting_s
+
+    assert gain(rolls_back=False) > 0.85 * gain(rolls_back=True) > 1

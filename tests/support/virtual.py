@@ -16,6 +16,7 @@ from ggpipe.core.drafters.base import DraftAction, DraftEvent
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.events import RunEnded, SchedulerAction, SchedulerEvent, SubmitRun
 from ggpipe.core.layout import lay_out
+from ggpipe.core.messages import Run
 from ggpipe.core.request import Finish
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.sim import simulator
@@ -69,7 +70,10 @@ def cluster(
     )
     target = PipelineSpec(
         layout=lay_out(n_target, n_target, None),
-        stages={rank: StageSpec(threads=1, cost=Linear(s, s * row_share)) for rank, s in enumerate(stages_s)},
+        stages={
+            rank: StageSpec(threads=1, cost=Linear(s, s * row_share), is_recurrent=not rolls_back)
+            for rank, s in enumerate(stages_s)
+        },
         row_bytes=1000,
         rolls_back=rolls_back,
     )
@@ -174,8 +178,13 @@ class Watched:
     """What went into the target's pipeline, and came out of it."""
 
     schedulers: list[Scheduler] = field(default_factory=list)
-    submitted: list[int] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+
+    @property
+    def submitted(self) -> list[int]:
+        """The runs' ids."""
+        return [run.id for run in self.runs]
 
 
 @contextlib.contextmanager
@@ -193,7 +202,7 @@ def watched(each: bool = False) -> Iterator[Watched]:
             actions = super().handle(event, now)
             if next(n_events) % every == 0:
                 self.validate()
-            seen.submitted += [action.run.id for action in actions if isinstance(action, SubmitRun)]
+            seen.runs += [action.run for action in actions if isinstance(action, SubmitRun)]
             return actions
 
     class SeenDraft(DraftModel):

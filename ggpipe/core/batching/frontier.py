@@ -14,8 +14,9 @@ prompt token     the share that `prefill_slowdown` leaves   in chunks of its own
 
 What rows cost is learned (`PipelineState.cost`), and weighed against their worth in `rows`. Runs of draft tokens go in
 when the slowest stage is about to be free, and not before: until then more of them may come. An only request has none
-with a single stage: the next run begins when the one before it ends, and by then the root is known. Choosing changes
-nothing: the same state gives the same choice.
+with a single stage: the next run begins when the one before it ends, and by then the root is known. Where states cannot
+go back, prompts have runs of their own, and in other runs each request has the same number of rows (`equal_rows`).
+Choosing changes nothing: the same state gives the same choice.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 
 from ggpipe.core.batching import prompts
 from ggpipe.core.batching.drafted import FrontierToken, best_first, nodes, with_drafted
+from ggpipe.core.batching.equal_rows import equal_rows
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows, fitting, rows_of
 from ggpipe.core.batching.rows import Coming, DraftWithRoot, Rounds, draft_with_root, pays_beside_root, usual_chain
 from ggpipe.core.batching.together import gathers_drafted, steady_runs_of, usual_with_roots
@@ -83,7 +85,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     """Accepted tokens, and the draft tokens that go in with them."""
     rounds, n_runs = Rounds(pipeline.cost, len(decoding)), pipeline.n_awaited_runs(decoding)
     if len(decoding) > 1 and n_runs <= pipeline.n_stages and (n := pipeline.to_try(rounds, len(ready))):
-        return Choice(with_drafted(fitting(ready[:n], pipeline.limits.n_rows), (), 0))
+        return Choice(_scheduled(pipeline, fitting(ready[:n], pipeline.limits.n_rows), (), 0))
     steady = steady_runs_of(pipeline, decoding, rounds)
     if n_runs >= rounds.best:
         if steady is None or max(n_runs, pipeline.n_in_flight) >= pipeline.n_stages:
@@ -92,13 +94,12 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
             return Choice(wake_at=slot_at)
     size = rounds.size
     if steady is not None:
-        size = max(size, steady.n_rows) if pipeline.limits.rolls_back else 1
+        size = max(size, steady.n_rows)
     roots = fitting(ready[:size], pipeline.limits.n_rows)
     drafted = next((state for state in roots if state.request.drafts), None)
     if drafted is None or not _may_draft_with(pipeline, roots):
-        return Choice(with_drafted(roots, (), 0))
-    rolls_back = pipeline.limits.rolls_back
-    others = {state for state in decoding if rolls_back and state.tree.root.submitted and state.is_async}
+        return Choice(_scheduled(pipeline, roots, (), 0))
+    others = {state for state in decoding if state.tree.root.submitted and state.is_async}
     followed = [state for state in decoding if state in roots or state in others]
     found = best_first(pipeline, followed, pipeline.limits.n_rows - rows_of(roots))
     probabilities = [probability for probability, _ in found]
@@ -118,16 +119,24 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
         n, due_at = _draft_with_roots(pipeline, roots)
         if due_at is not None:
             return Choice(wake_at=due_at)
-    elif steady is not None and rolls_back:
-        n = steady.n_drafted(probabilities, pipeline.cost, len(roots))
+    elif steady is not None:
+        n = steady.n_drafted(probabilities, pipeline.cost, rows_of(roots))
     elif rounds.best < pipeline.n_stages:
         calibration = drafted.drafters.calibration
-        n = draft_with_root(probabilities, len(found), pipeline.cost, len(roots), calibration).n
+        n_again = rows_of(roots) - len(roots)
+        n = draft_with_root(probabilities, len(found), pipeline.cost, len(roots), calibration, n_again=n_again).n
     else:  # runs of equal length: all that follow a longer one would wait for it
         usual = usual_chain(drafted.drafters.calibration, pipeline.limits.n_rows, rounds.size)
         n = rounds.size + most_per_second(usual, pipeline.cost, rounds.size) - len(roots)
         n = min(n, most_per_second(probabilities, pipeline.cost, len(roots)))
-    return Choice(with_drafted(roots, found, min(n, len(found))))
+    return Choice(_scheduled(pipeline, roots, found, min(n, len(found))))
+
+
+def _scheduled(
+    pipeline: PipelineState, roots: Sequence[RequestState], found: Sequence[FrontierToken], n: int
+) -> Sequence[ScheduledRows]:
+    """These accepted tokens and the first `n` draft tokens, or others in their places where states cannot go back."""
+    return with_drafted(roots, found, n) if pipeline.limits.rolls_back else equal_rows(pipeline, roots, found, n)
 
 
 def _draft_with_roots(pipeline: PipelineState, roots: Sequence[RequestState]) -> tuple[int, float | None]:
@@ -170,14 +179,13 @@ def _draft_with_single_root(
 def _may_draft_with(pipeline: PipelineState, roots: Sequence[RequestState]) -> bool:
     """Draft tokens may go into a run with these accepted tokens.
 
-    Where states cannot go back, libllama computes sequences with unequal numbers of rows one after the other, so there
-    is only one in such a run. Tokens that are decoded again would be so once more when one of these draft tokens is
-    rejected; they have the run for themselves once they take longer than a further run.
+    Tokens that are decoded again would be so once more when one of these draft tokens is rejected; they have the run
+    for themselves once they take longer than a further run.
     """
     if pipeline.limits.rolls_back:
         return True
-    again_s = pipeline.cost.time(rows_of(roots)) - pipeline.cost.time(1)
-    return len(roots) == 1 and again_s < pipeline.cost.time(1)
+    again_s = pipeline.cost.time(rows_of(roots)) - pipeline.cost.time(len(roots))
+    return again_s < pipeline.cost.time(1)
 
 
 def _due_at(state: RequestState, times: tuple[float, float] | None) -> float | None:
@@ -214,17 +222,15 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
         return Choice(wake_at=slot_at)
     most = min(pipeline.limits.n_rows, pipeline.cost.most_rows)
     found = best_first(pipeline, drafting, most)
-    if not pipeline.limits.rolls_back and len(drafting) > 1 and found:
-        found = best_first(pipeline, (found[0][1],), most)
     probabilities = [probability for probability, _ in found]
     steady = steady_runs_of(pipeline, decoding, Rounds(pipeline.cost, len(decoding)))
-    if steady is not None and pipeline.limits.rolls_back:
+    if steady is not None:
         n = steady.n_drafted(probabilities, pipeline.cost, 0)
     else:
         n = most_per_second(probabilities, pipeline.cost, after=_followed(found))
     if n > 1 and pipeline.tries_one(probabilities[0], sum(probabilities[1:n])):
         n = 1
-    return Choice(with_drafted((), found, n))
+    return Choice(_scheduled(pipeline, (), found, n))
 
 
 def look_ahead(
@@ -315,7 +321,7 @@ def look_ahead_at_once(load: PipelineState, state: RequestState, others: Sequenc
     probabilities bound what it sends, so it may fill every run that could be in flight. `others`: requests that are
     served with it."""
     prefilling = any(other.phase is Phase.PREFILL for other in others)
-    if prefilling and not (state.overlaps and load.limits.rolls_back):
+    if prefilling and not state.overlaps:
         return 0
     n_runs = load.limits.n_in_flight + 1 if state.is_async and state.request.speculation.continuous else 1
     return state.request.speculation.most_drafted * n_runs

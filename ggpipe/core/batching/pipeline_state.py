@@ -73,6 +73,8 @@ class PipelineState:
         self.now = 0.0
         self.had_prompts = False
         """The latest run had tokens of prompts."""
+        self.roots_at = -1.0
+        """When accepted tokens went in last."""
         self.had_embedding = False
         """The latest run was an embedding's."""
         self._in_flight = in_flight
@@ -181,6 +183,8 @@ class PipelineState:
         n_drafted = sum([part.n_draft_tokens for part in parts]) if n_prompt_rows else 0
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
         self._free_at = before + self.cost.prompt_s(n_nodes - n_drafted, n_prompt_rows + n_drafted)
+        if n_nodes > sum([part.n_draft_tokens for part in parts]):
+            self.roots_at = self.now
         self.had_prompts, self.had_embedding = n_prompt_rows > 0, parts[0].owner.embeds
         if not n_prompt_rows:
             self._n_in_flight[n_nodes] += 1

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ggpipe.core.batching.drafted import FrontierToken, best_first, with_drafted
+from ggpipe.core.batching.equal_rows import equal_rows
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows, fitting, rows_of
 from ggpipe.core.batching.rows import Rounds
 from ggpipe.core.batching.together import best_speed
@@ -57,6 +58,8 @@ def schedule(
 ) -> Sequence[ScheduledRows]:
     """Tokens of the prompts that wait, with the accepted tokens that are `ready` and draft tokens; nothing when it is
     better to wait. `n_runs`: runs in flight with accepted tokens or prompts."""
+    if decoding and not pipeline.limits.rolls_back:
+        return _in_turn(pipeline, waiting, decoding, fitting(ready, pipeline.limits.n_rows))
     first = _accepted(pipeline, ready, len(waiting))
     if not first and pipeline.n_in_flight >= (pipeline.n_stages if decoding else pipeline.limits.n_in_flight):
         return ()
@@ -64,9 +67,7 @@ def schedule(
         return ()
     if len(waiting) == 1 and not decoding:
         return _alone(pipeline, waiting[0])
-    n_past = sum(state.counters.cached_tokens for state in waiting)
-    n_new = sum(len(state.prompt) for state in waiting) - n_past
-    n_chunk = pipeline.limits.prompt_rows(n_new, n_past // max(len(waiting), 1), len(waiting))
+    n_chunk = _chunk_rows(pipeline, waiting)
     n_left = sum(len(state.prompt) - state.n_past for state in waiting)
     n_all = min(_run_rows(pipeline, len(decoding)), max(n_chunk, 2 * rows_of(first))) if decoding else 0
     most_drafted = (n_all - rows_of(first)) // _DRAFT_SHARE
@@ -78,6 +79,42 @@ def schedule(
         if not ready and pipeline.n_in_flight and not pipeline.has_prompts and n_left > _MANY_RUNS * n_prompt:
             return ()  # it goes in with the tokens in flight, which would else wait for it
     return [*with_drafted(first, drafted, len(drafted)), *_shared_out(waiting, n_prompt)]
+
+
+def _in_turn(
+    pipeline: PipelineState,
+    waiting: Sequence[SequenceState],
+    decoding: Sequence[RequestState],
+    roots: Sequence[RequestState],
+) -> Sequence[ScheduledRows]:
+    """Tokens of prompts alone, or these accepted tokens with draft tokens, or draft tokens alone after a run of
+    prompts. Where states cannot go back, a run of both would read the weights twice (see `equal_rows`), and short runs
+    do not make their tokens wait for prompts in the last stage."""
+    if pipeline.n_in_flight >= 2 * pipeline.n_stages and not roots:
+        return ()
+    if roots or pipeline.had_prompts:
+        drafted = _drafted(pipeline, decoding, roots, len(waiting), pipeline.limits.n_rows - rows_of(roots))
+        gain = sum([probability for probability, _ in drafted])
+        speed = best_speed(pipeline, decoding, len(decoding) + len(waiting))
+        if roots or gain > speed * pipeline.cost.time(len(drafted)):
+            return equal_rows(pipeline, roots, drafted, len(drafted))
+    if pipeline.n_awaited_runs(waiting) >= pipeline.n_stages:
+        return ()
+    n_left = sum(len(state.prompt) - state.n_past for state in waiting)
+    n_rows = min(_run_rows(pipeline, len(decoding)), _chunk_rows(pipeline, waiting))
+    if _goes_at_once(pipeline, 0, n_left, len(decoding), len(waiting)):
+        n_rows = n_left
+    follows = pipeline.has_prompts or pipeline.roots_at == pipeline.now
+    if pipeline.n_in_flight and not follows and n_left > _MANY_RUNS * n_rows:
+        return ()  # it goes in after the tokens in flight, which would else wait for it
+    return _shared_out(waiting, n_rows)
+
+
+def _chunk_rows(pipeline: PipelineState, waiting: Sequence[SequenceState]) -> int:
+    """Rows of each run with tokens of these prompts, at most: those that keep all stages busy."""
+    n_past = sum(state.counters.cached_tokens for state in waiting)
+    n_new = sum(len(state.prompt) for state in waiting) - n_past
+    return pipeline.limits.prompt_rows(n_new, n_past // max(len(waiting), 1), len(waiting))
 
 
 def _drafted(
@@ -101,18 +138,21 @@ def least_path(pipeline: PipelineState, decoding: Sequence[RequestState], n_wait
     Such runs take long, and a further row makes them little longer. That delays prompts, and with them the time from
     which on all requests decode as fast as without prompts.
     """
-    cost, limits = pipeline.cost, pipeline.limits
-    if cost.prompt_row_s(1) is None or not cost.is_known or not limits.rolls_back:
+    cost = pipeline.cost
+    if cost.prompt_row_s(1) is None or not cost.is_known:
         return None
     row_s = cost.prompt_row_s(_run_rows(pipeline, len(decoding))) or 0.0
+    if not pipeline.limits.rolls_back:  # they are in short runs
+        n_rows = math.ceil(len(decoding) / pipeline.n_stages)
+        row_s = max(row_s, cost.time(n_rows + 1) - cost.time(n_rows))
     return row_s * best_speed(pipeline, decoding, len(decoding) + n_waiting)
 
 
 def _accepted(pipeline: PipelineState, ready: Sequence[RequestState], n_waiting: int) -> Sequence[RequestState]:
     """The requests whose accepted tokens go into a run with tokens of `n_waiting` prompts.
 
-    Where these would leave no room for the first request's tokens, as in runs of one row, or of few rows where a
-    recurrent model decodes tokens again, prompts and accepted tokens take turns.
+    Where these would leave no room for the first request's tokens, as in runs of one row, prompts and accepted tokens
+    take turns.
     """
     n_rows = pipeline.limits.n_rows
     if rows_of(ready) < n_rows:

@@ -20,8 +20,6 @@ def steady_runs_of(pipeline: PipelineState, decoding: Sequence[RequestState], ro
     are as fast. `rounds`: of these."""
     if len(decoding) == 1 or pipeline.n_stages == 1 or not pipeline.cost.is_known:
         return None
-    if not pipeline.limits.rolls_back and len(decoding) > pipeline.n_stages:
-        return None  # a run with draft tokens has rows of one request only
     drafting = [state.drafters for state in decoding if state.overlaps and state.request.drafts]
     agreement = sum([known.calibration.agreement for known in drafting if not known.any_paused]) / len(decoding)
     if not agreement:
