@@ -41,6 +41,8 @@ class ModelShape:
     """Floating-point operations of each layer's attention. Empty: unknown, and taken to be none."""
     layer_state_bytes: tuple[int, ...] = ()
     """Bytes of the recurrent states in each layer, for all sequences with a state. Empty: no layer is recurrent."""
+    n_states: int = 1
+    """Number of sequences with a state."""
     n_vocab: int = 32000
     layer_expert_bytes: tuple[int, ...] = ()
     """Bytes of each layer's experts, of which a token uses only some. Empty: no layer has experts."""
@@ -165,6 +167,10 @@ class ModelShape:
     def state_bytes(self, layers: tuple[int, int]) -> int:
         """Bytes of all recurrent states in layers [a, b)."""
         return sum(self.layer_state_bytes[slice(*layers)])
+
+    def state_traffic(self, layers: tuple[int, int]) -> float:
+        """Bytes that a sequence's recurrent states in layers [a, b) make a run read and write."""
+        return 2 * self.state_bytes(layers) / self.n_states
 
     def expert_bytes(self, layers: tuple[int, int]) -> int:
         """Bytes of the experts in layers [a, b)."""

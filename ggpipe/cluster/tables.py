@@ -23,6 +23,8 @@
                                              # those that the model selects; default: all of its context
     window_layers = 18                       # default: all layers
     index_width = 4096                       # of the heads that select cells, all together; default 0
+    state_mb = 79                            # a sequence's recurrent state in all layers together; default: none
+    state_layers = 36                        # layers with a state in place of attention; default: all have both
 
     [draft]                                  # as [target], or -md FILE
 
@@ -83,6 +85,7 @@ from ggpipe.cluster.links import Link, Overheads, Skew, SumTimes
 from ggpipe.cluster.model_shape import Experts, ModelShape, even_shape
 from ggpipe.cluster.processors import USUAL_CORE_GFLOPS, processor
 from ggpipe.cluster.spec import TURNS, NodeSpec
+from ggpipe.config.context import MAX_STATES
 from ggpipe.config.layer_split import MAX_PARTS, MAX_RANKS
 from ggpipe.core.row_work import Attention
 
@@ -92,6 +95,8 @@ _WEIGHT_BITS = (1.0, 64.0)  # plausible bits per weight
 _CELL_BYTES = 2  # of a number: F16
 # As DeepSeek-V3, whose latent vectors have 576 numbers, of which 512 are values, and whose heads have 192 and 128:
 _LATENT_VALUES = 512 / 576
+_N_STATES = 1 + 2 * MAX_STATES
+"""Sequences with a recurrent state: a request's, kept prefixes, and those that draft tokens are taken back to."""
 _LONG_CELL, _EXPANSION = 320 / 1088, 512 * 256 / 1088
 
 NonEmptyText = Annotated[str, Meta(min_length=1, pattern=r"\S")]
@@ -153,6 +158,8 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
     window: PositiveCount | None = None
     window_layers: LayerCount | None = None
     index_width: Annotated[int, Meta(ge=0)] = 0
+    state_mb: PositiveNumber | None = None
+    state_layers: LayerCount | None = None
     experts: ExpertCount | None = None
     experts_used: ExpertCount | None = None
     expert_gb: PositiveNumber | None = None
@@ -176,6 +183,10 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"window missing: {'window_layers' if self.window_layers else 'index_width'} needs it")
         if self.window_layers and self.window_layers > self.layers:
             raise ValueError(f"window_layers must be at most layers ({self.layers}), got {self.window_layers}")
+        if self.state_layers and not self.state_mb:
+            raise ValueError("state_mb missing: state_layers needs it")
+        if self.state_layers and self.state_layers >= self.layers:
+            raise ValueError(f"state_layers must be below layers ({self.layers}), got {self.state_layers}")
         self.shape("")
 
     def shape(self, default_name: str) -> ModelShape:
@@ -198,12 +209,23 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
             tied=self.tied,
             experts=experts,
         )
-        return replace(
+        has_attention = [not own for own in _spread(self.state_layers or 0, self.layers)]
+        cell_bytes = self.kv_kb * 1e3 / sum(has_attention)
+        shape = replace(
             shape,
             max_parts=min(self.kv_heads, MAX_PARTS),
             divides_cells=not self.latent_kv,
-            layer_attention=self._attention(),
+            layer_cell_bytes=tuple(cell_bytes * own for own in has_attention),
+            layer_attention=tuple(
+                attention if own else Attention(cell=0)
+                for own, attention in zip(has_attention, self._attention(), strict=True)
+            ),
         )
+        if self.state_mb is None:
+            return shape
+        state_bytes = round(_N_STATES * self.state_mb * 1e6 / (self.state_layers or self.layers))
+        has_state = _spread(self.state_layers or self.layers, self.layers)
+        return replace(shape, layer_state_bytes=tuple(state_bytes * own for own in has_state), n_states=_N_STATES)
 
     def _attention(self) -> tuple[Attention, ...]:
         """Of each layer. Those with a window are spread evenly."""
@@ -217,10 +239,12 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
             return (everywhere,) * self.layers
         within = replace(everywhere.never_long(), most_cells=self.window, index=2 * self.index_width)
         n_within = self.window_layers or self.layers
-        return tuple(
-            within if (i + 1) * n_within // self.layers > i * n_within // self.layers else everywhere
-            for i in range(self.layers)
-        )
+        return tuple(within if own else everywhere for own in _spread(n_within, self.layers))
+
+
+def _spread(n: int, n_layers: int) -> tuple[bool, ...]:
+    """Which layers are `n` that are spread evenly over all."""
+    return tuple((i + 1) * n // n_layers > i * n // n_layers for i in range(n_layers))
 
 
 class NodeTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

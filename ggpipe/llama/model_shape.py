@@ -54,6 +54,7 @@ def shape_of(
         layer_cell_bytes=tuple(header.cell_bytes(layer, cache_type_k, cache_type_v) for layer in layers),
         layer_attention=tuple(map(header.attention, layers)),
         layer_state_bytes=state_bytes if any(state_bytes) else (),
+        n_states=n_all,
         n_vocab=model_file.array_lengths.get("tokenizer.ggml.tokens", 0) or header.number("vocab_size"),
         layer_expert_bytes=expert_bytes if has_experts else (),
         n_expert=header.number("expert_count") if has_experts else 0,

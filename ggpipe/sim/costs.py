@@ -29,6 +29,8 @@ class Roofline:
     """Bytes of weights, read once in a run."""
     cell_bytes: float
     """Bytes of KV cache for each token of the context, read once in a run."""
+    state_bytes: float = 0.0
+    """Bytes of a sequence's recurrent states, read and written in a run."""
     attention: tuple[Attention, ...] = ()
     """Operations of attention."""
     token_flop: float
@@ -44,7 +46,7 @@ class Roofline:
     def seconds(self, n_rows: int, n_past: float, n_others: float = 0) -> float:
         """See Cost."""
         weights_s = (self.weight_bytes - self.expert_bytes * self.untouched**n_rows) / self.bytes_per_s
-        cells_s = self.cell_bytes * (n_past + n_others + n_rows) / self.bytes_per_s
+        cells_s = (self.state_bytes + self.cell_bytes * (n_past + n_others + n_rows)) / self.bytes_per_s
         attention_flop = sum(attention.of_run(n_rows, n_past) for attention in self.attention)
         return (
             self.fixed_s

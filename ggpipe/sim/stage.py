@@ -126,8 +126,7 @@ class StagePart:
         """Seconds of a decode. `changed`: the run before had another number of rows; `rested`: the stage rests."""
         cost, past = self.spec.cost, _past(job.rows)
         n_ahead = max([logits_request.n_positions for logits_request in job.run.logits_requests], default=1)
-        batches = _equal_batches(job.rows) if self.spec.is_recurrent else (job.rows,)
-        work_s = sum([cost.seconds(len(batch), *_past(batch)) for batch in batches])
+        work_s = cost.seconds(len(job.rows), *past) if self.spec.state_s is None else self._batches_s(job.rows)
         if n_ahead > 1:  # a block, which is decoded on its own
             work_s += cost.seconds(n_ahead + 1, *past)
         if changed:
@@ -135,6 +134,16 @@ class StagePart:
         if rested:
             work_s += max(self._cold_s, (self._turns - 1) * cost.seconds(1, *past))
         return work_s
+
+    def _batches_s(self, rows: Sequence[Row]) -> float:
+        """Seconds of these rows in a recurrent model."""
+        cost, state_s = self.spec.cost, self.spec.state_s or 0.0
+        return sum(
+            [
+                cost.seconds(len(batch), *_past(batch)) + state_s * (n_sequences - 1)
+                for n_sequences, batch in _equal_batches(rows)
+            ]
+        )
 
 
 class VirtualStage:
@@ -297,18 +306,18 @@ def header_bytes(run: Run) -> int:
     return HEADER_BYTES + _ROW_HEADER_BYTES * len(run.rows)
 
 
-def _equal_batches(rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
-    """The rows as libllama computes those of a recurrent model, batch by batch: in each, all sequences that have rows
-    left have the same number, that of the sequence with the fewest."""
+def _equal_batches(rows: Sequence[Row]) -> Sequence[tuple[int, Sequence[Row]]]:
+    """The rows as libllama computes those of a recurrent model: batches, each with its number of sequences. In a batch,
+    all sequences that have rows left have the same number of them, that of the sequence with the fewest."""
     if rows[0].request == rows[-1].request:
-        return (rows,)
+        return ((1, rows),)
     left: dict[int, list[Row]] = {}
     for row in rows:
         left.setdefault(row.request, []).append(row)
     batches = []
     while left:
         n_each = min(map(len, left.values()))
-        batches.append([row for own in left.values() for row in own[:n_each]])
+        batches.append((len(left), [row for own in left.values() for row in own[:n_each]]))
         left = {request: own[n_each:] for request, own in left.items() if len(own) > n_each}
     return batches
 

@@ -29,6 +29,7 @@ def stage_cost(
     return Roofline(
         weight_bytes=shape.read_bytes(layers, ALL_EXPERTS),
         cell_bytes=shape.cell_bytes(layers),
+        state_bytes=shape.state_traffic(layers),
         attention=shape.attention(layers),
         token_flop=shape.token_flop(layers),
         bytes_per_s=min(node.bytes_per_s, threads * node.core_bytes_per_s),
@@ -37,6 +38,14 @@ def stage_cost(
         expert_bytes=shape.expert_bytes(layers),
         untouched=_unused(shape),
     )
+
+
+def state_s(node: NodeSpec, shape: ModelShape, layers: tuple[int, int], threads: int) -> float:
+    """`StageSpec.state_s`."""
+    bytes_per_s = min(node.bytes_per_s, threads * node.core_bytes_per_s)
+    if node.profile is not None:
+        bytes_per_s = node.profile.memory_bytes_per_s * threads / min(node.profile.threads, node.cores)
+    return shape.state_traffic(layers) / bytes_per_s if bytes_per_s else 0.0
 
 
 def _unused(shape: ModelShape) -> float:

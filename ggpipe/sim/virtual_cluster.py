@@ -21,7 +21,7 @@ from ggpipe.errors import SettingError
 from ggpipe.sim.cores import NICE_WEIGHT, weight_of
 from ggpipe.sim.costs import Cost
 from ggpipe.sim.groups import GroupCost, group_cost
-from ggpipe.sim.stage_costs import change_s, stage_cost, streamed_cost
+from ggpipe.sim.stage_costs import change_s, stage_cost, state_s, streamed_cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,9 @@ class StageSpec:
 
     threads: int
     cost: Cost
-    is_recurrent: bool = False
-    """Sequences with unequal numbers of rows are computed one after another."""
+    state_s: float | None = None
+    """Of a recurrent model, of which sequences with unequal numbers of rows are computed in several batches: what each
+    sequence beyond a batch's first one takes for its state."""
     nice: bool = False
     """It runs at nice 5: others on its cores come first."""
     change_s: float = 0.0
@@ -226,7 +227,7 @@ def build(
                 stages[rank] = StageSpec(
                     threads=n_threads,
                     cost=cost,
-                    is_recurrent=shape.is_recurrent and not is_draft,
+                    state_s=state_s(nodes[rank], part, stage.layers, n_threads) if part.is_recurrent else None,
                     nice=is_draft and _shared(placement, rank),
                     change_s=change_s(nodes[rank], shape, stage.layers, is_draft),
                 )

@@ -22,6 +22,7 @@ TOYS = {
     "gpt-oss-120b-pcs-2g5": "gpt-oss",
     "gpt-oss-120b-two-pcs": "gpt-oss",
     "qwen3-235b-xeons": "qwen3moe",
+    "qwen3-next-80b-pcs": "qwen3next",
 }
 
 

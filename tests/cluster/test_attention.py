@@ -46,3 +46,31 @@ def test_parts_divide_attention() -> None:
     whole = shape()
     assert whole.part(0.25).attention((0, 4)) == (Attention(cell=4 * 8192),)
     assert replace(whole, divides_attention=False).part(0.25).attention((0, 4)) == whole.attention((0, 4))
+
+
+def test_layers_with_states() -> None:
+    """In place of attention, evenly spread, or besides it."""
+    mixed = shape(state_mb=60, state_layers=60)
+    has_state = [bool(n_bytes) for n_bytes in mixed.layer_state_bytes]
+    assert has_state[:8] == [False, True, True, True] * 2
+    assert [cell == 0 for cell in mixed.layer_cell_bytes] == has_state
+    assert [attention.cell == 0 for attention in mixed.layer_attention] == has_state
+    assert mixed.cell_bytes((0, 80)) == pytest.approx(shape().cell_bytes((0, 80)))
+    assert mixed.state_traffic((0, 80)) == pytest.approx(2 * 60e6)
+    both = shape(state_mb=60)
+    assert both.layer_attention == shape().layer_attention
+    assert both.state_traffic((0, 80)) == pytest.approx(2 * 60e6, rel=1e-6)
+    assert both.is_recurrent
+    assert not shape().is_recurrent
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"state_layers": 60}, "state_mb missing: state_layers needs it"),
+        ({"state_mb": 60, "state_layers": 80}, r"state_layers must be below layers \(80\), got 80"),
+    ],
+)
+def test_states_that_make_no_sense(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=message):
+        shape(**more)

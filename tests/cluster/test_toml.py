@@ -74,7 +74,7 @@ def test_names_of_bundled_clusters() -> None:
     assert {"gpt-oss-120b-pcs", "gpt-oss-120b-pcs-2g5", "qwen3-235b-xeons", "deepseek-v3-xeons", "glm-5-xeons"} <= set(
         shipped()
     )
-    assert {"office", "nodes15-gigabit", "nodes32-gigabit"} <= set(shipped())
+    assert {"office", "nodes15-gigabit", "nodes32-gigabit", "qwen3-next-80b-pcs"} <= set(shipped())
 
 
 def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

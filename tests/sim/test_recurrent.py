@@ -145,6 +145,14 @@ def test_prompts_have_runs_of_their_own() -> None:
     assert all(sum(1.0 < at_s < first_s for at_s in other.token_times) > 5 for other in served[:2])
 
 
+def test_a_prompt_gets_in_however_many_requests_decode() -> None:
+    """Each accepted token in a run of its own, as rows are dear, and more of them than stages."""
+    own = cluster((0.02,) * 2, row_share=1.0, rolls_back=False)
+    late = SimulatedRequest(tokens(0.7, 20, 60), Arrival(at_s=2.0))
+    served = serve(own, [*of_users(8, 1), late], ITERATIVE, Sizes(n_ctx=10_000, n_requests=9)).requests
+    assert served[8].token_times[0] < 6 < min(stats.token_times[-1] for stats in served[:8])
+
+
 @pytest.mark.parametrize("n_users", [2, 6])
 def test_several_users_gain_nearly_as_much_as_where_states_go_back(n_users: int) -> None:
     sizes = Sizes(n_ctx=10_000, n_requests=n_users)

@@ -71,7 +71,7 @@ def cluster(
     target = PipelineSpec(
         layout=lay_out(n_target, n_target, None),
         stages={
-            rank: StageSpec(threads=1, cost=Linear(s, s * row_share), is_recurrent=not rolls_back)
+            rank: StageSpec(threads=1, cost=Linear(s, s * row_share), state_s=None if rolls_back else 0.0)
             for rank, s in enumerate(stages_s)
         },
         row_bytes=1000,

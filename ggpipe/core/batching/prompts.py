@@ -90,9 +90,9 @@ def _in_turn(
     """Tokens of prompts alone, or these accepted tokens with draft tokens, or draft tokens alone after a run of
     prompts. Where states cannot go back, a run of both would read the weights twice (see `equal_rows`), and short runs
     do not make their tokens wait for prompts in the last stage."""
-    if pipeline.n_in_flight >= 2 * pipeline.n_stages and not roots:
-        return ()
-    if roots or pipeline.had_prompts:
+    if pipeline.n_awaited_runs(decoding) >= pipeline.n_stages:
+        roots = ()
+    if roots or (pipeline.had_prompts and pipeline.n_in_flight < 2 * pipeline.n_stages):
         drafted = _drafted(pipeline, decoding, roots, len(waiting), pipeline.limits.n_rows - rows_of(roots))
         gain = sum([probability for probability, _ in drafted])
         speed = best_speed(pipeline, decoding, len(decoding) + len(waiting))
