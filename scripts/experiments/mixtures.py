@@ -55,9 +55,11 @@ class Mixture:
     cell: int
     """Numbers of a token in a layer's KV cache, in layers that have one."""
     n_cells: int | None = None
-    """Layers that have a KV cache; None: all."""
+    """Layers that have a KV cache, and attention; the others have a recurrent state. None: all."""
+    state_mb: float | None = None
+    """A sequence's recurrent state, of all layers together."""
     q_width: int | None = None
-    """Of all query heads together, on average over the layers; None: the KV cache is latent."""
+    """Of all query heads together; None: the KV cache is latent."""
     window: int | None = None
     """Tokens that a token sees in some layers."""
     n_windows: int | None = None
@@ -90,6 +92,8 @@ class Mixture:
             window=self.window,
             window_layers=self.n_windows,
             index_width=self.index_width,
+            state_mb=self.state_mb,
+            state_layers=None if self.n_cells is None else self.n_layer - self.n_cells,
             experts=self.n_expert,
             experts_used=self.n_used,
             expert_gb=self.expert_gb,
@@ -104,7 +108,7 @@ MODELS = (
     Mixture(name="Qwen3-30B-A3B", weights_b=30.5, file_gb=18.6, n_layer=48, width=2048, n_ff=768, n_expert=128,
             n_used=8, n_heads=4, cell=1024, q_width=4096, n_vocab=151936),
     Mixture(name="Qwen3-Next-80B-A3B", weights_b=79.7, file_gb=48.5, n_layer=48, width=2048, n_ff=512, n_expert=512,
-            n_used=10, n_heads=2, cell=1024, n_cells=12, q_width=1024, n_vocab=151936),
+            n_used=10, n_heads=2, cell=1024, n_cells=12, state_mb=79, q_width=4096, n_vocab=151936),
     Mixture(name="gpt-oss-120b", weights_b=116.8, file_gb=62.8, n_layer=36, width=2880, n_ff=2880, n_expert=128,
             n_used=4, n_heads=8, cell=1024, q_width=4096, window=128, n_windows=18, n_vocab=201088, expert_bits=MXFP4),
     Mixture(name="GLM-4.5-Air", weights_b=106.9, file_gb=70.5, n_layer=46, n_dense=1, width=4096, n_ff=1408,

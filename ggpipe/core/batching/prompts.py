@@ -196,8 +196,16 @@ def _run_rows(pipeline: PipelineState, n_decoding: int) -> int:
         return min(max(_FIRST_ROWS, first + 1), most)
     most_s = pipeline.limits.prefill_slowdown * Rounds(cost, n_decoding).round_s / pipeline.n_stages
     n, longer = (_fastest(cost, first, most, times * most_s) for times in (1.0, _LONGER))
-    row_s, cheaper_s = cost.prompt_row_s(n) or 0.0, cost.prompt_row_s(longer) or 0.0
+    row_s, cheaper_s = (_row_s(pipeline, n_rows) for n_rows in (n, longer))
     return longer if cheaper_s < _CLEARLY_CHEAPER * row_s else n
+
+
+def _row_s(pipeline: PipelineState, n_rows: int) -> float:
+    """What each row of prompts takes in runs of this length: in runs of their own, with its share of the first row's
+    time, which is that of reading the weights."""
+    if pipeline.limits.rolls_back:
+        return pipeline.cost.prompt_row_s(n_rows) or 0.0
+    return pipeline.cost.prompt_s(0, n_rows) / n_rows
 
 
 def _fastest(cost: RunCost, first: int, most: int, most_s: float) -> int:
