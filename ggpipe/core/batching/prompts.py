@@ -90,15 +90,16 @@ def _in_turn(
     """Tokens of prompts alone, or these accepted tokens with draft tokens, or draft tokens alone after a run of
     prompts. Where states cannot go back, a run of both would read the weights twice (see `equal_rows`), and short runs
     do not make their tokens wait for prompts in the last stage."""
+    has_room = pipeline.n_in_flight < 2 * pipeline.n_stages
     if pipeline.n_awaited_runs(decoding) >= pipeline.n_stages:
         roots = ()
-    if roots or (pipeline.had_prompts and pipeline.n_in_flight < 2 * pipeline.n_stages):
+    if roots or (pipeline.had_prompts and has_room):
         drafted = _drafted(pipeline, decoding, roots, len(waiting), pipeline.limits.n_rows - rows_of(roots))
         gain = sum([probability for probability, _ in drafted])
         speed = best_speed(pipeline, decoding, len(decoding) + len(waiting))
         if roots or gain > speed * pipeline.cost.time(len(drafted)):
             return equal_rows(pipeline, roots, drafted, len(drafted))
-    if pipeline.n_awaited_runs(waiting) >= pipeline.n_stages:
+    if not has_room or pipeline.n_awaited_runs(waiting) >= pipeline.n_stages:
         return ()
     n_left = sum(len(state.prompt) - state.n_past for state in waiting)
     n_rows = min(_run_rows(pipeline, len(decoding)), _chunk_rows(pipeline, waiting))
