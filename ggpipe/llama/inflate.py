@@ -70,7 +70,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class InflatedTensor:
     """A tensor to write: zero but for the first rows of each matrix, and in these but for their first bytes."""
 
     name: str
@@ -99,6 +99,9 @@ class _Tensor:
 
 class Inflation:
     """What becomes of one model: to be looked at (`n_bytes`), then written."""
+
+    architecture = "llama"
+    """Of what is written."""
 
     def __init__(self, source: Path, widen: int = 1, deepen: int = 1, mixture: Mixture | None = None) -> None:
         """All widths grow to `widen` times their size, the number of layers to `deepen` times. `mixture`: the experts
@@ -147,7 +150,7 @@ class Inflation:
                 on_bytes(tensor.n_bytes)
             file.truncate(_aligned(at))
 
-    def _plan(self) -> Iterator[_Tensor]:
+    def _plan(self) -> Iterator[InflatedTensor]:
         left = {tensor.name: tensor for tensor in self._reader.tensors}
         if self._file.architecture != "llama":
             raise ModelError(f"{self._source} cannot be inflated: its architecture is {self._file.architecture!r}")
@@ -173,12 +176,12 @@ class Inflation:
                         tensor = self._experts(tensor, self._mixture)
                 yield replace(tensor, rows=None) if is_new else tensor
 
-    def _router(self, name: str, n_expert: int) -> _Tensor:
+    def _router(self, name: str, n_expert: int) -> InflatedTensor:
         n_columns = self._field(f"llama.{_WIDTHS[0]}") * self._widen
         weights = self._random.standard_normal((n_expert, n_columns), np.float32)
-        return _Tensor(name, weights.shape, gguf.GGMLQuantizationType.F32, weights.view(np.uint8))
+        return InflatedTensor(name, weights.shape, gguf.GGMLQuantizationType.F32, weights.view(np.uint8))
 
-    def _experts(self, tensor: _Tensor, mixture: Mixture) -> _Tensor:
+    def _experts(self, tensor: InflatedTensor, mixture: Mixture) -> InflatedTensor:
         """The tensor of all experts: each is the dense one, but narrower."""
         n_rows, n_columns = tensor.shape
         if "down" in tensor.name:
@@ -188,21 +191,21 @@ class Inflation:
         name = tensor.name.replace(".weight", "_exps.weight")
         return replace(tensor, name=name, shape=(mixture.n_expert, n_rows, n_columns))
 
-    def _grown(self, tensor: gguf.ReaderTensor, name: str, grows: str) -> _Tensor:
+    def _grown(self, tensor: gguf.ReaderTensor, name: str, grows: str) -> InflatedTensor:
         if grows == _NORM:
             weights = np.asarray(tensor.data, np.float32) / np.float32(math.sqrt(self._widen))
             shape: tuple[int, ...] = (tensor.data.size * self._widen,)
-            return _Tensor(name, shape, gguf.GGMLQuantizationType.F32, weights.view(np.uint8).reshape(1, -1))
+            return InflatedTensor(name, shape, gguf.GGMLQuantizationType.F32, weights.view(np.uint8).reshape(1, -1))
         n_columns, n_rows = (int(n) for n in tensor.shape)
         shape = (
             n_rows * (self._widen if grows in (_OUT, _BOTH) else 1),
             n_columns * (self._widen if grows in (_IN, _BOTH) else 1),
         )
-        return _Tensor(name, shape, tensor.tensor_type, np.ascontiguousarray(tensor.data).view(np.uint8))
+        return InflatedTensor(name, shape, tensor.tensor_type, np.ascontiguousarray(tensor.data).view(np.uint8))
 
     def _header(self, path: Path) -> gguf.GGUFWriter:
         """A writer that knows all but the tensors' bytes."""
-        writer = gguf.GGUFWriter(path, "llama")
+        writer = gguf.GGUFWriter(path, self.architecture)
         changed: dict[str, Any] = {f"llama.{key}": self._field(f"llama.{key}") * self._widen for key in _WIDTHS}
         if self._mixture is not None:
             changed[f"llama.{_WIDTHS[1]}"] //= self._mixture.n_used
@@ -213,16 +216,28 @@ class Inflation:
         head_width = self._field("llama.embedding_length") // self._field("llama.attention.head_count")
         for key in _HEAD_WIDTHS:
             if f"llama.{key}" not in self._reader.fields:
-                writer.add_uint32(f"llama.{key}", head_width)
+                writer.add_uint32(f"{self.architecture}.{key}", head_width)
         changed["general.name"] = f"{self._source.stem}, {self._widen} x as wide, {self._deepen} x as deep"
+        added = self._added()
+        for key, number in added.items():
+            if isinstance(number, int):
+                writer.add_uint32(f"{self.architecture}.{key}", number)
+            else:
+                writer.add_array(f"{self.architecture}.{key}", number)
         for key, field in self._reader.fields.items():
-            if key.startswith("GGUF.") or key == "general.architecture":  # the writer's own
+            own = key.removeprefix("llama.")
+            if key.startswith("GGUF.") or key == "general.architecture" or own in added:  # the writer's own
                 continue
             inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, changed.get(key, field.contents()), field.types[0], inner)
+            name = key if own == key else f"{self.architecture}.{own}"
+            writer.add_key_value(name, changed.get(key, field.contents()), field.types[0], inner)
         for tensor in self._tensors:
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, tensor.type)
         return writer
+
+    def _added(self) -> dict[str, int | list[int]]:
+        """Fields of the architecture's own, beyond the source's or in place of them."""
+        return {}
 
     def _field(self, key: str) -> Any:
         field = self._reader.fields.get(key)
@@ -235,7 +250,7 @@ def _aligned(position: int) -> int:
     return -(-position // gguf.GGUF_DEFAULT_ALIGNMENT) * gguf.GGUF_DEFAULT_ALIGNMENT
 
 
-def _write_rows(file: BinaryIO, tensor: _Tensor) -> None:
+def _write_rows(file: BinaryIO, tensor: InflatedTensor) -> None:
     if tensor.rows is None:
         return
     n_rows, n_bytes = tensor.rows.shape

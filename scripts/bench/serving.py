@@ -1,8 +1,9 @@
 """Measures several users at a time; run it as `scripts/bench/serving`.
 
 Two target ranks under mpirun, one thread each, as two stages or with `--group` as one, and with `--draft` a draft rank,
-on the bundled pair inflated to 0.4 B in Q8_0. With `--one`, a single target rank, and the draft rank on the other core.
-All settings take turns in each round. Tables show medians over the rounds; ratios are of one round.
+on the bundled pair inflated to 0.4 B in Q8_0. With `--experts`, the target is a mixture of experts (2 of 16), with
+`--hybrid` a model of which four layers in five are recurrent. With `--one`, a single target rank, and the draft rank on
+the other core. All settings take turns in each round. Tables show medians over the rounds; ratios are of one round.
 
 users   1, 4 and 8 users at a time, each with a prompt of 16 tokens and 64 tokens to generate: tokens a second of all
         together, from the first arrival to the last token. Beside it libllama driven directly: one process with two
@@ -36,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from ggpipe.channel.events import TokenReady
-from ggpipe.config.context import ContextConfig
+from ggpipe.config.context import MAX_STATES, ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
@@ -48,7 +49,7 @@ from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
 from ggpipe.launch.environment import rank_in_environment
-from ggpipe.llama.bundled import inflated_pair
+from ggpipe.llama.bundled import ModelPair, inflated_hybrid, inflated_mixture, inflated_pair
 from ggpipe.stats.records import RequestStats, percentile
 from scripts.bench.measuring import ITERATIVE, greedy, middle, pin_rank, run_ranks
 
@@ -70,14 +71,21 @@ def prompts(tokens: Sequence[int], n: int, length: int) -> list[tuple[int, ...]]
 # The engine: all ranks
 
 
+def pair_of(args: argparse.Namespace) -> ModelPair:
+    """The inflated pair to measure."""
+    if args.hybrid:
+        return inflated_hybrid()
+    return inflated_mixture() if args.experts else inflated_pair()
+
+
 def job(args: argparse.Namespace) -> int:
     """One rank's part. The head measures and prints all numbers as JSON."""
     rank = rank_in_environment() or 0
     cores = sorted(os.sched_getaffinity(0))
     if args.one or rank < N_TARGET:  # else the draft runs on any core
         pin_rank(rank)
-    pair = inflated_pair()
-    sizes = ContextConfig(n_ctx=N_CTX, n_ubatch=N_UBATCH, n_seq=2 * max(USERS))
+    pair = pair_of(args)
+    sizes = ContextConfig(n_ctx=N_CTX, n_ubatch=N_UBATCH, n_seq=2 * max(USERS), n_states=MAX_STATES)
     pipeline = PipelineConfig(LayerSplit((1 / N_TARGET,) * N_TARGET), (1,))
     if args.one:
         pipeline = PipelineConfig(LayerSplit((1.0,)), (1,))
@@ -346,6 +354,8 @@ def main() -> int:
     parser.add_argument("--draft", action="store_true", help="with a draft rank")
     parser.add_argument("--one", action="store_true", help="a single target rank, and the draft rank on the other core")
     parser.add_argument("--group", action="store_true", help="the target ranks compute one stage together")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
+    parser.add_argument("--hybrid", action="store_true", help="a hybrid model")
     parser.add_argument("--prefill-slowdown", type=float, default=EngineConfig.prefill_slowdown)
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--libllama", type=Path, help=argparse.SUPPRESS)
@@ -354,7 +364,7 @@ def main() -> int:
         return serve_with_libllama(args.libllama)
     if args.job:
         return job(args)
-    inflated_pair()
+    pair_of(args)  # made once, before ranks read it
     results = run_ranks((1 if args.one else N_TARGET) + args.draft, [*SCRIPT, "--job", *sys.argv[1:]])
     report(results, args.n, args.draft, 1 if args.group or args.one else N_TARGET)
     return 0

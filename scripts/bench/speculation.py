@@ -44,7 +44,7 @@ from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
 from ggpipe.launch.environment import die_with_parent, rank_in_environment
-from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_mixture, inflated_pair
+from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_hybrid, inflated_mixture, inflated_pair
 from ggpipe.llama.sampler import Sampler
 from ggpipe.stats.records import RequestStats
 from scripts.bench.asleep import N_CTX, sleep_instead
@@ -300,6 +300,7 @@ def main() -> int:
     parser.add_argument("--pair", type=Path, nargs=2, help="a pair to use instead")
     parser.add_argument("--inflated", action="store_true", help="only the inflated bundled pair")
     parser.add_argument("--experts", action="store_true", help="only the inflated mixture of experts")
+    parser.add_argument("--hybrid", action="store_true", help="only the inflated hybrid model")
     parser.add_argument("--quotes", action="store_true", help="only the inflated pair, whose output copies the prompt")
     parser.add_argument(
         "--sampling", choices=SAMPLINGS, default="greedy", help="how the inflated pairs' tokens are drawn"
@@ -358,11 +359,13 @@ def main() -> int:
 
     if args.experts:
         bench_inflated(inflated_mixture(), "inflated mixture of experts, 2 of 16")
+    if args.hybrid:
+        bench_inflated(inflated_hybrid(), "inflated hybrid")
     if args.inflated:
         bench_inflated(inflated_pair(), "inflated bundled pair")
     if args.quotes:
         bench_inflated(inflated_pair(), "inflated bundled pair, quotes", quotes=True)
-    if args.experts or args.inflated or args.quotes:
+    if args.experts or args.hybrid or args.inflated or args.quotes:
         return 0
     with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
         target, draft, other = (Path(folder) / f"{name}.gguf" for name in ("target", "draft", "other"))

@@ -21,6 +21,8 @@ from ggpipe.llama import bundled
 from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.inflate import Inflation, Mixture
+from ggpipe.llama.inflate_hybrid import HybridInflation
+from ggpipe.llama.model_header import ModelHeader
 
 SOURCE = BUNDLED_PAIR.draft
 LAYERS = 3  # it has
@@ -83,6 +85,23 @@ def test_a_mixture_writes_the_same_text(tmp_path: Path) -> None:
             experts = tensors[f"blk.{layer}.ffn_{part}_exps.weight"].data
             assert (experts == experts[0]).all()
             assert experts.any() == (layer % 2 == 0)
+
+
+def test_a_hybrid_writes_the_same_text(tmp_path: Path) -> None:
+    """Its recurrent layers add nothing, and change their states with every token."""
+    path = tmp_path / "hybrid.gguf"
+    HybridInflation(SOURCE, 4, 2).write(path)
+    with Reference(SOURCE, 256) as small, Reference(path, 256) as hybrid:
+        prompt = small.tokenize("Once upon a time there was a king who had three sons.")
+        greedy = SamplingConfig(temp=0, ignore_eos=True)
+        assert hybrid.generate(prompt, greedy, 60) == small.generate(prompt, greedy, 60)
+    file = ModelFile.open(path)
+    assert file.architecture == "granitehybrid"
+    header = ModelHeader(file)
+    assert [header.state_bytes(layer) > 0 for layer in range(2 * LAYERS)] == [False, True] * LAYERS
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert tensors["blk.1.ssm_in.weight"].data.any(axis=1).all()
+    assert not tensors["blk.1.ssm_out.weight"].data.any()
 
 
 @pytest.mark.parametrize("experts", [(8, 3), (2, 2), (8, 0), (16, 8)], ids=str)
