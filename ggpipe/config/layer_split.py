@@ -99,7 +99,7 @@ def _parse_model(text: str, part: str) -> LayerSplit:
         raise _error(text, f"shares add up to {sum(shares):g}, more than 1")
     if sum(shares) == 0:
         raise _error(text, "no rank has a share")
-    if sum(shares) < LEAST_SUM:
+    if sum(shares) < LEAST_SUM - SLACK:
         pairs = zip(shares, sizes, strict=True)
         whole = ",".join(f"{share / sum(shares):.3g}" + f"*{size}" * (size > 1) for share, size in pairs)
         raise _error(text, f"shares add up to {sum(shares):g}, less than 1: some layers have no rank; for all, {whole}")
