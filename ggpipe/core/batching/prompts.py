@@ -202,9 +202,9 @@ def _run_rows(pipeline: PipelineState, n_decoding: int) -> int:
 
 
 def _row_s(pipeline: PipelineState, n_rows: int) -> float:
-    """What each row of prompts takes in runs of this length: in runs of their own, with its share of the first row's
-    time, which is that of reading the weights."""
-    if pipeline.limits.rolls_back:
+    """What each row of prompts takes in runs of this length. In a mixture's runs of their own, it includes a share of
+    the first row's time, which is that of reading the weights."""
+    if pipeline.limits.rolls_back or pipeline.limits.work.sparsity <= 1:
         return pipeline.cost.prompt_row_s(n_rows) or 0.0
     return pipeline.cost.prompt_s(0, n_rows) / n_rows
 
