@@ -31,7 +31,7 @@ import gguf
 import numpy as np
 from msgspec import structs
 
-from ggpipe.config.context import ContextConfig
+from ggpipe.config.context import MAX_STATES, ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
@@ -185,7 +185,7 @@ def job(args: argparse.Namespace) -> int:
         pin_rank(rank)
     config = EngineConfig(
         target_config(target, args.streamed, n_target),
-        ContextConfig(n_ctx=N_CTX),
+        ContextConfig(n_ctx=N_CTX, n_states=MAX_STATES),
         PipelineConfig(LayerSplit((1 / n_target,) * n_target), (1,)),
         (
             DraftConfig(
