@@ -101,7 +101,7 @@ class Inflation:
     """What becomes of one model: to be looked at (`n_bytes`), then written."""
 
     architecture = "llama"
-    """Of what is written."""
+    """The inflated model's."""
 
     def __init__(self, source: Path, widen: int = 1, deepen: int = 1, mixture: Mixture | None = None) -> None:
         """All widths grow to `widen` times their size, the number of layers to `deepen` times. `mixture`: the experts
@@ -236,7 +236,7 @@ class Inflation:
         return writer
 
     def _added(self) -> dict[str, int | list[int]]:
-        """Fields of the architecture's own, beyond the source's or in place of them."""
+        """Header fields of the inflated model's architecture, in addition to the source's or in their place."""
         return {}
 
     def _field(self, key: str) -> Any:

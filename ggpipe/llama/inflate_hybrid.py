@@ -1,8 +1,8 @@
 """A small Llama model inflated to a hybrid one: its new layers are recurrent.
 
-As the layers of `inflate.Inflation`, they add zero to the residual stream, so the output is the small model's. They
-are Mamba-2 layers as in Granite 4, with random weights up to the last matrix: a run reads and writes states as in any
-hybrid model of this size.
+Like the new layers of `inflate.Inflation`, they add zero to the residual stream, so the output is the small model's.
+They are Mamba-2 layers as in Granite 4, with random weights up to the last matrix: a run reads and writes states as in
+any hybrid model of this size.
 """
 
 from __future__ import annotations

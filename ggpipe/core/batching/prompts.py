@@ -88,16 +88,13 @@ def _in_turn(
     roots: Sequence[RequestState],
 ) -> Sequence[ScheduledRows]:
     """Tokens of prompts alone, or these accepted tokens with draft tokens, or draft tokens alone after a run of
-    prompts. Where states cannot go back, a run of both would read the weights twice (see `equal_rows`), and short runs
-    do not make their tokens wait for prompts in the last stage."""
+    prompts. Where states cannot go back, a run of both would read the weights twice (see `equal_rows`)."""
     has_room = pipeline.n_in_flight < 2 * pipeline.n_stages
     if pipeline.n_awaited_runs(decoding) >= pipeline.n_stages:
         roots = ()
     if roots or (pipeline.had_prompts and has_room):
         drafted = _drafted(pipeline, decoding, roots, len(waiting), pipeline.limits.n_rows - rows_of(roots))
-        gain = sum([probability for probability, _ in drafted])
-        speed = best_speed(pipeline, decoding, len(decoding) + len(waiting))
-        if roots or gain > speed * pipeline.cost.time(len(drafted)):
+        if roots or _pays_alone(pipeline, drafted, decoding, len(waiting)):
             return equal_rows(pipeline, roots, drafted, len(drafted))
     if not has_room or pipeline.n_awaited_runs(waiting) >= pipeline.n_stages:
         return ()
@@ -109,6 +106,17 @@ def _in_turn(
     if pipeline.n_in_flight and not follows and n_left > _MANY_RUNS * n_rows:
         return ()  # it goes in after the tokens in flight, which would else wait for it
     return _shared_out(waiting, n_rows)
+
+
+def _pays_alone(
+    pipeline: PipelineState, drafted: Sequence[FrontierToken], decoding: Sequence[RequestState], n_waiting: int
+) -> bool:
+    """A run of these draft tokens brings more accepted tokens than all requests would get in its time without
+    prompts."""
+    if not drafted:
+        return False
+    speed = best_speed(pipeline, decoding, len(decoding) + n_waiting)
+    return sum([probability for probability, _ in drafted]) > speed * pipeline.cost.time(len(drafted))
 
 
 def _chunk_rows(pipeline: PipelineState, waiting: Sequence[SequenceState]) -> int:
