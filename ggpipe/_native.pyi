@@ -2,7 +2,7 @@
 ggml devices that hold a part of a model, the wire between them, and rows of logits. Needs llama_cpp first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import numpy
@@ -136,6 +136,11 @@ def mpi_sum(library: str, comm: int, byte: int, part: int, n_parts: int, *, halv
     travel as 16-bit floats. Raises RuntimeError.
     """
 
+def replace_memory(context: int, own: int, shared: int) -> bool:
+    """
+    Give a llama_context another's memory, or take it back, by their addresses. False if the pointer to `own` was not found.
+    """
+
 class Stage:
     """The native half of ggpipe.llama.stage.Stage; see native/stage.h."""
 
@@ -215,6 +220,38 @@ class Stage:
 
     def end_run(self) -> bytearray:
         """After llama_decode: the headroom, then the bytes for the next rank."""
+
+    @property
+    def touch_cells(self) -> bool:
+        """
+        KV cells of contexts that are made from now on get their memory when they are made.
+        """
+
+    @touch_cells.setter
+    def touch_cells(self, arg: bool, /) -> None: ...
+
+    @property
+    def pauses(self) -> bool:
+        """The next run pauses between two of its layers where that is wanted."""
+
+    @pauses.setter
+    def pauses(self, arg: bool, /) -> None: ...
+
+    @property
+    def at_pause(self) -> Callable[[], None]:
+        """Called there. It must not raise."""
+
+    @at_pause.setter
+    def at_pause(self, value: Callable[[], None] | None) -> None: ...
+
+    def want_pause(self) -> None:
+        """Have the run that is computed pause, if it does so. From any thread."""
+
+    def pause(self) -> None:
+        """In `at_pause`: other runs follow, in another context."""
+
+    def resume(self) -> None:
+        """After them."""
 
     def cancel(self, run: int) -> None:
         """Stop this run if it is being computed. From any thread."""

@@ -201,7 +201,8 @@ ggml_status local_compute(ggml_backend_t b, ggml_cgraph * whole) {
     };
     const bool streams = s.streamed && !s.streamed->is_whole();
     const auto stops = [&] { return !s.group && s.aborted(); };  // a group's parts agree where they stop
-    const ggml_status status = streams ? s.streamed->compute(graph, compute, stops) : compute(graph);
+    const ggml_status status = streams ? s.streamed->compute(graph, compute, stops)
+                               : s.pauses ? compute_with_pauses(s, graph, compute) : compute(graph);
     if (hidden_at >= 0 && status == GGML_STATUS_SUCCESS) {
         const ggml_tensor * t = whole->nodes[hidden_at];
         s.hidden.assign((const uint8_t *) t->data, (const uint8_t *) t->data + ggml_nbytes(t));

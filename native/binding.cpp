@@ -1,6 +1,7 @@
 // The Python module `ggpipe._native`; `ggpipe/_native.pyi` says what each name does for a caller.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -136,6 +137,10 @@ NB_MODULE(_native, m) {
           "Over MPI: mpi4py's file, handles of a communicator of the parts, for this alone, and of MPI_BYTE. `halves`: values\n"
           "travel as 16-bit floats. Raises RuntimeError.");
 
+    m.def("replace_memory", [](uintptr_t context, uintptr_t own, uintptr_t shared) {
+        return replace_memory((void *) context, (const void *) own, (void *) shared);
+    }, "context"_a, "own"_a, "shared"_a,
+          "Give a llama_context another's memory, or take it back, by their addresses. False if the pointer to `own` was not found.");
     nb::class_<Stage>(m, "Stage", "The native half of ggpipe.llama.stage.Stage; see native/stage.h.")
         .def(nb::init<bool, bool, bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a, "fast_kernels"_a,
              "touch_cells"_a = false)
@@ -200,6 +205,12 @@ NB_MODULE(_native, m) {
             s.end_run();
             return nb::bytearray(s.wire.out.data(), s.wire.out.size());
         }, "After llama_decode: the headroom, then the bytes for the next rank.")
+        .def_rw("touch_cells", &Stage::touch_cells, "KV cells of contexts that are made from now on get their memory when they are made.")
+        .def_rw("pauses", &Stage::pauses, "The next run pauses between two of its layers where that is wanted.")
+        .def_rw("at_pause", &Stage::at_pause, nb::for_setter(nb::arg("value").none()), "Called there. It must not raise.")
+        .def("want_pause", [](Stage & s) { s.wants_pause = true; }, "Have the run that is computed pause, if it does so. From any thread.")
+        .def("pause", &Stage::pause, "In `at_pause`: other runs follow, in another context.")
+        .def("resume", &Stage::resume, "After them.")
         .def("cancel", &Stage::cancel, "run"_a, "Stop this run if it is being computed. From any thread.")
         .def_prop_rw("n_threads", [](Stage & s) { return s.threads.n; }, [](Stage & s, int n) { s.threads.n = n; },
                      "In a group: how many threads the next run has.")

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -79,7 +80,8 @@ struct Stage {
     // made, not when they are used first.
     Stage(bool first, bool repack, bool exact, bool fast_kernels, bool touch_cells);
 
-    const bool first, repack, exact, fast_kernels, touch_cells;
+    const bool first, repack, exact, fast_kernels;
+    bool touch_cells;
     Device up, local, down;
     std::shared_ptr<Group> group;  // where other ranks compute the same layers: each has a part of every weight
 
@@ -113,6 +115,14 @@ struct Stage {
     bool aborted() const { return abort_run_ == current_run_; }
     bool running() const { return current_run_ != kNoRun; }
 
+    // Where a run `pauses`, `at_pause` is called between two of its layers if a pause is wanted; see pauses.cpp. It computes other
+    // runs in another context, between `pause` and `resume`.
+    bool pauses = false;
+    std::atomic<bool> wants_pause{false};
+    std::function<void()> at_pause;
+    void pause();
+    void resume();
+
     // Whether bytes are a result worth sending: LOCAL's own, or UP's that pass through.
     bool is_result(const void * data) const;
     std::map<const void *, size_t> buffers;  // LOCAL's own (non-weight) memory: addresses and bytes
@@ -136,7 +146,23 @@ struct Stage {
     static constexpr int64_t kNoRun = -1, kNoAbort = -2;
     std::vector<std::pair<ggml_tensor *, std::string>> hidden_;
     std::atomic<int64_t> current_run_{kNoRun}, abort_run_{kNoAbort};
+    struct PausedRun {
+        int64_t run;
+        Wire wire;
+        std::vector<uint8_t> hidden;
+        const void * passing;
+        Threads threads;
+        int misplaced, missing;
+    };
+    std::optional<PausedRun> paused_;
 };
+
+using Compute = std::function<ggml_status(ggml_cgraph *)>;
+// Computes a graph of a stage's run that pauses, in parts.
+ggml_status compute_with_pauses(Stage & stage, const ggml_cgraph * graph, const Compute & compute);
+
+// Gives a llama_context another's memory, `shared`, instead of its `own`, or the other way round. False: its pointer was not found.
+bool replace_memory(void * context, const void * own, void * shared);
 
 ggml_backend_dev_t cpu_device();
 void * cpu_function(const char * name);  // from the CPU backend's registry; throws if it is not there

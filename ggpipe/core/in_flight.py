@@ -87,6 +87,8 @@ class InFlight(Generic[Owner]):
         """The id that the next run gets."""
         self.n_computed = 0
         """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
+        self.n_pausing = 0
+        """Those of them that pause."""
         self._runs: dict[int, RunInFlight[Owner]] = {}
         self._of: dict[Owner, dict[int, RunPart[Owner]]] = {}
         self._latest_text: dict[Owner, int] = {}
@@ -112,14 +114,20 @@ class InFlight(Generic[Owner]):
         """Whether a run is in flight and not cancelled."""
         return run in self._runs and not self._runs[run].cancelled
 
+    def pauses(self, run: int) -> bool:
+        """Whether a run is in flight that pauses for others."""
+        return run in self._runs and self._runs[run].run.pauses
+
     def submit(
         self,
         parts: Sequence[RunPart[Owner]],
         logits_requests: tuple[LogitsRequest, ...],
         now: float,
         kept_from: int | None = None,
+        pauses: bool = False,
     ) -> SubmitRun:
-        """Put a run of these parts, one per owner, into the pipeline. `kept_from`: see `Run`; None: this run."""
+        """Put a run of these parts, one per owner, into the pipeline. `kept_from`, `pauses`: see `Run`; None: this
+        run."""
         n_rows = 0
         for part in parts:
             own_parts = self._of.setdefault(part.owner, {})
@@ -131,7 +139,8 @@ class InFlight(Generic[Owner]):
             if part.n_prompt_rows:
                 self._latest_text[part.owner] = part.run
         self.n_computed += 1
-        run = self._enter(parts, logits_requests, now, kept_from=kept_from)
+        self.n_pausing += pauses
+        run = self._enter(parts, logits_requests, now, kept_from=kept_from, pauses=pauses)
         return SubmitRun(run)
 
     def submit_ops(self, now: float) -> SubmitRun:
@@ -152,6 +161,7 @@ class InFlight(Generic[Owner]):
         now: float,
         save: Save | Restore | None = None,
         kept_from: int | None = 0,
+        pauses: bool = False,
     ) -> Run:
         rows = tuple(row for part in parts for row in part.rows)
         kept_from = self.next_run if kept_from is None else kept_from
@@ -162,6 +172,7 @@ class InFlight(Generic[Owner]):
             logits_requests=logits_requests,
             save=save,
             kept_from=kept_from,
+            pauses=pauses,
         )
         self.next_run += 1
         self.ops.clear()
@@ -181,7 +192,8 @@ class InFlight(Generic[Owner]):
             if not own_parts:
                 del self._of[part.owner]
                 self._latest_text.pop(part.owner, None)
-        self.n_computed -= bool(ended.parts) and not ended.cancelled
+        if ended.parts and not ended.cancelled:
+            self._leaves(ended)
         if not result.rows:
             return ended
         takers = [(part, node) for part in ended.parts for node in (*[None] * part.n_text_rows, *part.nodes)]
@@ -245,8 +257,13 @@ class InFlight(Generic[Owner]):
         for run in cancelled:
             assert not run.cancelled
             run.cancelled = True
-            self.n_computed -= bool(run.parts)
+            if run.parts:
+                self._leaves(run)
         return cancelled
+
+    def _leaves(self, run: RunInFlight[Owner]) -> None:
+        self.n_computed -= 1
+        self.n_pausing -= run.run.pauses
 
     def validate(self, trees: Collection[tuple[Owner, frozenset[int]]]) -> None:
         """Check what must hold between events; `trees`: each owner that has not ended, with the ids of its tree.
@@ -271,6 +288,7 @@ class InFlight(Generic[Owner]):
                 assert part.n_live == n_live or run.cancelled
                 assert all(node.run == number for node in part.nodes)
         assert computed == self.n_computed
+        assert self.n_pausing == sum(run.run.pauses and not run.cancelled for run in self._runs.values())
         assert sum(map(len, self._of.values())) == sum(len(run.parts) for run in self._runs.values())
 
 

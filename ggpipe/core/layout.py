@@ -61,6 +61,11 @@ class Layout:
         """The layers of each rank."""
         return tuple(map(self.layers_of, self.ranks))
 
+    @property
+    def fewest_layers(self) -> int:
+        """Layers of the stage that has the fewest."""
+        return min(end - first for first, end in (stage.layers for stage in self.stages))
+
     def stage_of(self, rank: int) -> StageLayout:
         """The stage that a rank is in; one without layers for a head that only coordinates."""
         return next((stage for stage in self.stages if rank in stage.ranks), StageLayout((0, 0), (rank,)))

@@ -129,6 +129,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that are kept of runs before this one are not needed any more."""
     dropped: frozenset[int] = frozenset()
     """Numbers of the rows that the stage before did not compute; see `dropped_rows`."""
+    pauses: bool = False
+    """Later runs may overtake it, in each stage, if they do not touch its sequences."""
 
 
 class RowLogits(msgspec.Struct, frozen=True):

@@ -101,9 +101,11 @@ class Limits:
     """The end of a sequence can be removed; else draft tokens are taken back by copies of the state."""
     drops_rows: bool = True
     """Stages drop dead rows of runs; see `dropped_rows`."""
+    n_pauses: int = 0
+    """Where each stage can pause runs of prompts for short runs that came later, at least; see `overtaking`."""
     prefill_slowdown: float = 5.0
-    """How many times as long others' prompts may make a run while requests are decoding, approximately; three times
-    that where rows are clearly cheaper in long runs."""
+    """How many times as long others' prompts may make a run while requests are decoding, or a part of one that pauses,
+    approximately; three times that where rows are clearly cheaper in long runs."""
     crowding: float = 0.0
     """Threads per core on the machine of the target's median stage: while others compute there, it may take longer. 0:
     each stage has a machine of its own, and so have draft models."""

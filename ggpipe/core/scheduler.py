@@ -285,10 +285,10 @@ class Scheduler:
         if not parts:
             return False
         self._admission.make_room()
-        self._pipeline.submitted(parts, only_one=len(parts) == len(self._states) == 1)
+        pauses = self._pipeline.submitted(parts, only_one=len(parts) == len(self._states) == 1)
         kept = (state.oldest_run for state in self._open_states() if state.keeps)
         kept_from = min((run for run in kept if run is not None), default=None)
-        actions.append(self._in_flight.submit(parts, tuple(logits_requests), self._now, kept_from))
+        actions.append(self._in_flight.submit(parts, tuple(logits_requests), self._now, kept_from, pauses))
         for part in parts:
             if isinstance(part.owner, PrefixState):
                 self._transfer(part.owner, actions)

@@ -312,6 +312,7 @@ def _limits(context: ContextConfig, layout: Layout, loaded: StageContext, n_requ
         partial_prefixes=loaded.partial_prefixes,
         rolls_back=loaded.rolls_back,
         drops_rows=loaded.rolls_back and not context.exact,
+        n_pauses=layout.fewest_layers - 1 if loaded.can_pause else 0,
         work=work if has_long_runs else work.never_long(),
     )
 
@@ -337,7 +338,8 @@ class _Progress:
         """What holds for the contexts of all its stages, which are alike but for their layers."""
         contexts = [self._contexts[rank] for rank in layout.stage_ranks]
         is_exact = all(context.exact_in_company for context in contexts)
-        return msgspec.structs.replace(contexts[0], exact_in_company=is_exact)
+        can_pause = all(context.can_pause for context in contexts)
+        return msgspec.structs.replace(contexts[0], exact_in_company=is_exact, can_pause=can_pause)
 
     def restored_of(self, layout: Layout, context: StageContext, warnings: list[Wording]) -> tuple[int, ...] | None:
         """The tokens that all stages of a layout have from their prompt caches; None: no stage has any. Adds a line to

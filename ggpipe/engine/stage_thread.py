@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from msgspec import structs
 from ggpipe.core.dropped_rows import DeadRow
 from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import Restore, Restored, RowLogits, Run, RunResult, Save, Span
+from ggpipe.core.overtaking import RunsDone, overtakes
 from ggpipe.engine.inbox import poll_interval
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import OnProgress
+from ggpipe.llama.pauses import Pauses
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
-from ggpipe.llama.stage import Stage
+from ggpipe.llama.stage import Outcome, Stage
 from ggpipe.transport import codec
 from ggpipe.transport.base import Payload
 from ggpipe.transport.wake_event import WakeEvent
@@ -141,10 +144,15 @@ class StageThread:
         self._kept: dict[int, dict[int, RowLogits]] = {}
         """Whole rows, by run and row."""
         self._keeping = threading.Lock()
-        self._last_done = -1
-        self._computing: int | None = None
+        self._done = RunsDone()
+        self._resumed_at = 0.0
+        """When the run that pauses was begun, or continued."""
+        self._failed: Exception | None = None
+        """In a pause."""
+        self._computing: Run | None = None
         self._closing = False
         self._stage: Stage | None = None
+        self._pauses: Pauses | None = None
         self._inputs: InputsReady | None = None
         """Layer inputs of the last computed run, until they are delivered."""
         self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
@@ -152,7 +160,7 @@ class StageThread:
 
     def submit(self, run: Run) -> None:
         """Compute a run as the first stage."""
-        self._jobs.append(_Job(run, b"", (), None))
+        self._take(_Job(run, b"", (), None))
         if threading.current_thread() is not self._thread:
             self._wake.set()
             time.sleep(0)  # let the stage's thread have the GIL
@@ -160,14 +168,19 @@ class StageThread:
     def submit_message(self, message: Payload) -> None:
         """Compute the run of a message from the rank before this one."""
         run, header, spans, at = codec.read_run(message)
-        self._jobs.append(_Job(run, header, spans, memoryview(message)[at:]))
+        self._take(_Job(run, header, spans, memoryview(message)[at:]))
         self._wake.set()
+
+    def _take(self, job: _Job) -> None:
+        self._jobs.append(job)
+        if self._pauses is not None and self._computing is not None and self._computing.pauses:
+            self._pauses.want()
 
     def cancel(self, cancelled: CancelRuns) -> None:
         """Cancel these runs: skip them, or stop the one that is being computed. Their markers are still passed on. Of
         others that are not begun, drop the dead rows."""
-        self._dead_rows.update(row for row in cancelled.dead_rows if row[0] > self._last_done)
-        self._cancelled.update(run for run in cancelled.runs if run > self._last_done)
+        self._dead_rows.update(row for row in cancelled.dead_rows if row[0] not in self._done)
+        self._cancelled.update(run for run in cancelled.runs if run not in self._done)
         if self._stage is not None:
             for run in cancelled.runs:
                 self._stage.cancel(run)
@@ -189,7 +202,7 @@ class StageThread:
         while self._thread.is_alive() and not (self._group is not None and self._group.is_joining):
             stage, run = self._stage, self._computing  # which the thread may take back at any time
             if stage is not None and run is not None:
-                stage.cancel(run)
+                stage.cancel(run.id)
             self._thread.join(0.01)
 
     def _work(self) -> None:
@@ -200,26 +213,12 @@ class StageThread:
             load_s = time.perf_counter() - start
             restored = self._prompt_cache.restore(stage) if self._prompt_cache is not None else Restored()
             self._notify(Loaded(stage, load_s, restored))
+            if stage.pauses is not None:
+                stage.pauses.at(functools.partial(self._pause, stage, stage.pauses))
+                self._pauses = stage.pauses
             while (job := self._next_job()) is not None:
-                self._computing, save = job.run.id, job.run.save
-                run, dead = self._decided(job.run)
-                job = structs.replace(job, run=run, dead=dead)
-                if isinstance(save, Save) and job.run.cancelled:
-                    save = structs.replace(save, tokens=())  # they are not computed
-                outcome = self._compute(stage, job)
-                self._computing, self._last_done = None, job.run.id
-                self._last_active = time.monotonic()
-                self._cancelled.discard(job.run.id)
-                with self._keeping:  # these rows are only requested after the result was sent
-                    self._deliver(outcome)
-                    if isinstance(outcome, ResultReady) and outcome.result.rows:
-                        self._keep(stage, job.run)
-                if self._inputs is not None:
-                    self._deliver(self._inputs)
-                    self._inputs = None
-                if save is not None:  # the next stages save theirs meanwhile
-                    self._notify(self._save(stage, save))
-            self._stage = None
+                self._finish(stage, job)
+            self._stage = self._pauses = None
             stage.close()
         except GgpipeError as e:
             if self._group is not None and self._group.is_lost:  # whoever finds a rank dead can say which
@@ -230,6 +229,59 @@ class StageThread:
             error = RunError(f"internal error: {type(e).__name__}: {e}")
             error.__cause__ = e
             self._notify(StageFailed(error))
+
+    def _finish(self, stage: Stage, job: _Job) -> None:
+        """Compute a run, or skip it, and deliver what comes of it."""
+        outer, self._computing, save = self._computing, job.run, job.run.save
+        run, dead = self._decided(job.run)
+        job = structs.replace(job, run=run, dead=dead)
+        if isinstance(save, Save) and job.run.cancelled:
+            save = structs.replace(save, tokens=())  # they are not computed
+        self._resumed_at = time.monotonic()
+        outcome = self._compute(stage, job)
+        if self._failed is not None:
+            raise self._failed
+        self._computing = outer
+        self._done.add(job.run.id)
+        self._last_active = time.monotonic()
+        self._cancelled.discard(job.run.id)
+        with self._keeping:  # these rows are only requested after the result was sent
+            self._deliver(outcome)
+            if isinstance(outcome, ResultReady) and outcome.result.rows:
+                self._keep(stage, job.run)
+        if self._inputs is not None:
+            self._deliver(self._inputs)
+            self._inputs = None
+        if save is not None:  # the next stages save theirs meanwhile
+            self._notify(self._save(stage, save))
+
+    def _pause(self, stage: Stage, pauses: Pauses) -> None:
+        """Called by the stage between two layers of a run that pauses: compute what may overtake it."""
+        paused = self._computing
+        assert paused is not None
+        start_s = time.monotonic()
+        own_s = start_s - self._resumed_at
+        try:
+            with stage.paused():
+                while not self._closing and (job := self._overtaking(paused, pauses.n_rows)) is not None:
+                    self._finish(stage, job)
+                    if time.monotonic() - start_s >= own_s:  # the others wait for its next layer
+                        pauses.want()
+                        break
+        except Exception as e:  # it cannot go up through libllama
+            self._failed = e
+        self._resumed_at = time.monotonic()
+        if self._failed or paused.id in self._cancelled:
+            stage.cancel(paused.id)
+
+    def _overtaking(self, paused: Run, most_rows: int) -> _Job | None:
+        """The next run that is computed in a pause."""
+        place = overtakes(paused, [job.run for job in tuple(self._jobs)], most_rows)  # other threads add to them
+        if place is None:
+            return None
+        job = self._jobs[place]
+        del self._jobs[place]
+        return job
 
     def _keep(self, stage: Stage, run: Run) -> None:
         if rows := stage.kept(run):
@@ -293,7 +345,7 @@ class StageThread:
         header = b"" if stage.is_last else (job.header or codec.run_header(run))
         if header and (job.dead or run.dropped):
             header = codec.header_without(header, len(run.rows), run.dropped)
-        room = (*job.spans, self._span(start, 0.0, 0, 0))
+        room = (*job.spans, self._span(start, Outcome(bytearray(), (), 0.0, False), 0, 0))
         headroom = 0 if stage.is_last else len(codec.header_with(header, room, False))
         for old in [old for old in self._kept if old < run.kept_from]:
             del self._kept[old]
@@ -305,23 +357,23 @@ class StageThread:
             header = codec.header_without(header, len(run.rows), outcome.dropped)
         n_rows = 0 if run.cancelled else len(run.rows) - len(outcome.dropped)
         if self._group is not None and self._group.part > 0:  # libllama reads states of all parts from part 0
-            return PartDone(run.id, self._span(start, outcome.compute_s, 0, n_rows))
+            return PartDone(run.id, self._span(start, outcome, 0, n_rows))
         if outcome.layer_inputs:
             self._inputs = InputsReady(codec.states_message(run, stage.tapped, outcome.layer_inputs))
         if stage.is_last:
-            span = self._span(start, outcome.compute_s, 0, n_rows)
+            span = self._span(start, outcome, 0, n_rows)
             return ResultReady(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled))
         message = outcome.outgoing
-        span = self._span(start, outcome.compute_s, len(message), n_rows)
+        span = self._span(start, outcome, len(message), n_rows)
         message[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)
         return Passed(message)
 
-    def _span(self, start_s: float, compute_s: float, sent_bytes: int, n_rows: int) -> Span:
+    def _span(self, start_s: float, outcome: Outcome, sent_bytes: int, n_rows: int) -> Span:
         return Span(
             rank=self._rank,
             start_s=start_s,
-            compute_s=compute_s,
-            busy_s=time.monotonic() - start_s,
+            compute_s=outcome.compute_s,
+            busy_s=time.monotonic() - start_s - outcome.paused_s,
             sent_bytes=sent_bytes,
             n_rows=n_rows,
         )

@@ -120,6 +120,7 @@ def stage_loader(
             group.join() if group is not None else None,
             warmup,
             inputs,
+            pauses=model == TARGET and config.n_requests > 1 and layers != (0, model_file.n_layer),
         )
         for one in files:
             if one is not None:
@@ -174,4 +175,5 @@ def context_of(stage: Stage) -> StageContext:
         n_branches=stage.n_branches,
         partial_prefixes=stage.partial_prefixes,
         rolls_back=stage.rolls_back,
+        can_pause=stage.can_pause,
     )

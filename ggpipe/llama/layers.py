@@ -221,18 +221,26 @@ def _begin_streaming(stage: native.Stage) -> None:
         )
 
 
-def apply_loras(model: Any, context: Any, config: ModelConfig) -> None:
-    """Add LoRA adapters to a context of the model. Raises ModelError if libllama cannot add one."""
-    adapters, scales = [], []
-    for path, scale in config.loras:
-        adapter = lib.llama_adapter_lora_init(model, os.fsencode(path)) if path.is_file() else None
-        if not adapter:
-            why = last_error() if path.is_file() else "no such file"
-            raise ModelError(Setting("loras"), f" {path}: {why}")
-        adapters.append(adapter)
-        scales.append(scale)
-    if adapters:
-        pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
-        factors = (ctypes.c_float * len(scales))(*scales)
-        if lib.llama_set_adapters_lora(context, pointers, len(adapters), factors) != 0:
+class Loras:
+    """LoRA adapters of a model. They are freed with it."""
+
+    def __init__(self, model: Any, config: ModelConfig) -> None:
+        """Raises ModelError if libllama cannot read one."""
+        self._adapters: list[Any] = []
+        self._scales = [scale for _, scale in config.loras]
+        for path, _ in config.loras:
+            adapter = lib.llama_adapter_lora_init(model, os.fsencode(path)) if path.is_file() else None
+            if not adapter:
+                why = last_error() if path.is_file() else "no such file"
+                raise ModelError(Setting("loras"), f" {path}: {why}")
+            self._adapters.append(adapter)
+
+    def apply(self, context: Any) -> None:
+        """Add them to a context of the model. Raises ModelError if libllama cannot do so."""
+        n = len(self._adapters)
+        if not n:
+            return
+        pointers = (lib.llama_adapter_lora_p_ctypes * n)(*self._adapters)
+        factors = (ctypes.c_float * n)(*self._scales)
+        if lib.llama_set_adapters_lora(context, pointers, n, factors) != 0:
             raise ModelError(Setting("loras"), f": these adapters cannot be applied together: {last_error()}")

@@ -123,7 +123,7 @@ class LlamaBatch:
 
     def __init__(self, n_rows: int, n_seq: int, pins: int) -> None:
         """`pins`: added to a row's sequence ids for its pins; 0: it gets none."""
-        self._n_rows, self._pins = n_rows, pins
+        self.n_rows, self._pins = n_rows, pins
         self._n_seq = n_seq = n_seq + pins
         self._tokens = (ctypes.c_int32 * n_rows)()
         self._pos = (ctypes.c_int32 * n_rows)()
@@ -143,11 +143,15 @@ class LlamaBatch:
             ctypes.cast(self._flags, ctypes.POINTER(ctypes.c_int8)),
         )
 
+    def resized(self, n_rows: int) -> LlamaBatch:
+        """Another one, for rows of the same sequences."""
+        return LlamaBatch(n_rows, self._n_seq - self._pins, self._pins)
+
     def fill(self, rows: Sequence[Row], outputs: bool) -> None:
         """Take over a run's rows; with `outputs`, those that want something are flagged."""
         n = len(rows)
-        if n > self._n_rows:
-            raise RunError(f"a run of {n} rows is longer than ", Setting("n_ubatch"), f" {self._n_rows}")
+        if n > self.n_rows:
+            raise RunError(f"a run of {n} rows is longer than ", Setting("n_ubatch"), f" {self.n_rows}")
         self.struct.n_tokens = n
         tokens, pos, counts, seqs, flags = self._tokens, self._pos, self._counts, self._seqs, self._flags
         for i, row in enumerate(rows):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,21 +17,22 @@ from numpy.typing import NDArray
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.dropped_rows import kept
-from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, Row, RowLogits, Run
 from ggpipe.errors import IndivisibleModelError, RunError, Setting, UsageError
 from ggpipe.llama.context_ids import divide_ids
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.group import Group, context_of_group, joined, together
+from ggpipe.llama.group import Group, context_of_group, joined
 from ggpipe.llama.layer_inputs import LayerInputs, own_layers
-from ggpipe.llama.layers import OnProgress, apply_loras, load_layers
+from ggpipe.llama.layers import Loras, OnProgress, load_layers
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native, start
 from ggpipe.llama.noise import Noise
-from ggpipe.llama.params import LlamaBatch, context_params, hidden_states, row_of, whole_row
+from ggpipe.llama.params import LlamaBatch, context_params
+from ggpipe.llama.pauses import Pauses, open_pauses
 from ggpipe.llama.row_filter import RowFilter, with_dropped
+from ggpipe.llama.row_results import RowResults
 from ggpipe.llama.sequence_states import SequenceStates
 
 _NO_RUN = 0  # an id that no run has
-_OF_WHOLE_ROWS = (LogitsKind.LIKELY, LogitsKind.DRAWN)  # which parts of a group cannot select by themselves
 _DIFFER_IN_COMPANY = ("qwen4exp", "minimax-01")
 """Architectures whose exact rows were found to depend on other sequences by more than the order of KV cells."""
 
@@ -59,6 +60,8 @@ class Outcome:
     not computed."""
     dropped: frozenset[int] = frozenset()
     """Numbers of the rows that were not computed."""
+    paused_s: float = 0.0
+    """How long the run paused, beside `compute_s`."""
 
 
 class Stage:
@@ -83,12 +86,14 @@ class Stage:
         group: Group | None = None,
         warmup: bool = False,
         wanted_inputs: Sequence[int] = (),
+        pauses: bool = False,
     ) -> None:
         """Load the layers. `threads`: for single tokens, for batches. `n_prefixes`: sequence ids for kept prefixes, at
         most, beside `context.n_seq`. `saves_states`: `states` will be used. `group`: where other ranks
         compute these layers together with this one; they load at the same time. `warmup`: KV cells get their memory
         now; else, and with a NUMA strategy, when they are used first. `wanted_inputs`: layers of the model whose inputs
-        a draft head reads; those that this stage has come with each run.
+        a draft head reads; those that this stage has come with each run. `pauses`: runs may pause for others, where
+        the model can.
 
         Raises ModelError when libllama cannot load the model or the cut runs through a layer, and UsageError when
         the context cannot be made (too large for the memory, say).
@@ -107,6 +112,7 @@ class Stage:
         self._keep: list[object] = []
         self._model: Any = None
         self._context: Any = None
+        self.pauses: Pauses | None = None
         self._layer_inputs: LayerInputs | None = None
         self._kinds: Set[LogitsKind] = frozenset()
         """The logits that rows of the last run requested."""
@@ -114,8 +120,6 @@ class Stage:
         """Bytes for each row of the tensors that enter the stage, by name; 0 where there is no such number."""
         self._numbers: Sequence[int] = ()
         """Numbers of the rows of the last run that were computed."""
-        self._gathered: dict[int, RowLogits] = {}
-        """Whole rows of the last run that the group assembled, by place in the batch."""
         self._native = native.Stage(
             first=self.is_first, repack=model.repacks, exact=context.exact,
             fast_kernels=context.uses_fast_kernels, touch_cells=warmup and model.numa is None,
@@ -126,6 +130,8 @@ class Stage:
                     self._native, model_file, layers, model, self._keep, progress, group is not None, self._is_head
                 )
                 self._open_context(model, context, threads, n_prefixes, saves_states)
+            if pauses and self.rolls_back and not group and not self._native.streamed_bytes:
+                self._open_pauses()
             own = own_layers(wanted_inputs, layers, model_file.n_layer)
             self._layer_inputs = LayerInputs(self._context, own, self._n_embd, model_file.n_layer) if own else None
             self.cut = self._dry_run()
@@ -139,7 +145,12 @@ class Stage:
             raise
 
     def _open_context(
-        self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int], n_prefixes: int, saves_states: bool
+        self,
+        model: ModelConfig,
+        config: ContextConfig,
+        threads: tuple[int, int],
+        n_prefixes: int,
+        saves_states: bool,
     ) -> None:
         n_asked = config.n_ctx or int(lib.llama_model_n_ctx_train(self._model))
         n_swa = int(lib.llama_model_n_swa(self._model))
@@ -156,12 +167,14 @@ class Stage:
         """See `ContextIds`."""
         self._pins, n_seq = ids.pins, ids.n_seq
         logged_errors()
-        params = context_params(replace(config, n_seq=n_seq), *threads)
+        self._context_config = replace(config, n_seq=n_seq)
+        params = context_params(self._context_config, *threads)
         params.ctx_type = self._context_type
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
             raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {last_error()}")
-        apply_loras(self._model, self._context, model)
+        self._loras = Loras(self._model, model)
+        self._loras.apply(self._context)
         self._memory = lib.llama_get_memory(self._context)
         spare = ids.spare if self.partial_prefixes else None
         self.states = SequenceStates(self._context, n_swa, spare, self._ids)
@@ -172,6 +185,11 @@ class Stage:
         self.n_batch = min(config.n_batch, n_asked)  # libllama caps batches before it rounds the context up
         self.n_ubatch = int(lib.llama_n_ubatch(self._context))
         self._batch = LlamaBatch(self.n_ubatch, ids.n_own, self._pins)
+        self._results = RowResults(self._native, self.group, self._width, self._n_vocab, self._check_run)
+
+    def _open_pauses(self) -> None:
+        contexts = self._model, self._context, self._context_config, self._loras
+        self.pauses = open_pauses(self._native, *contexts, self._threads, self._batch)
 
     def _dry_run(self) -> BoundaryTensors:
         """Decode one token from zeros, to warm the stage up and to check the division into stages."""
@@ -269,15 +287,18 @@ class Stage:
         if self.is_last and (kinds := {logits_request.kind for logits_request in run.logits_requests}) != self._kinds:
             self._want_hidden(kinds)
         self._native.n_threads = self._threads[len(run.rows) > 1]
+        self._native.pauses = run.pauses and self.can_pause
         self._native.begin_run(run.id if self._may_abort(run) else _NO_RUN, received, headroom)
+        before_s = self.pauses.spent_s if self.pauses is not None else 0.0
         start_s = time.perf_counter()
         status = lib.llama_decode(self._context, self._batch.struct)
-        compute_s = time.perf_counter() - start_s
+        paused_s = self.pauses.spent_s - before_s if self.pauses is not None else 0.0
+        compute_s = time.perf_counter() - start_s - paused_s
         outgoing = self._native.end_run()
         self._check_run()
         if status == 2:
             self._forget(run)
-            return Outcome(outgoing[:headroom], (), compute_s, True)
+            return Outcome(outgoing[:headroom], (), compute_s, True, paused_s=paused_s)
         if status == 1:
             raise RunError(f"no free KV cells for {len(run.rows)} tokens; raise ", Setting("n_ctx"))
         if status != 0:
@@ -289,7 +310,25 @@ class Stage:
         if dropped:
             rows = tuple(structs.replace(row, row=self._numbers[row.row]) for row in rows)
             inputs = tuple(with_dropped(states, self._numbers, len(dropped)) for states in inputs)
-        return Outcome(outgoing, rows, compute_s, False, inputs, dropped)
+        return Outcome(outgoing, rows, compute_s, False, inputs, dropped, paused_s)
+
+    @property
+    def can_pause(self) -> bool:
+        """Whether runs with `Run.pauses` pause for others."""
+        return self.pauses is not None and self._layer_inputs is None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """In a pause: runs can be decoded that have no sequence in common with the one that pauses. What they result in
+        has to be taken before this ends."""
+        assert self.pauses is not None
+        before = self._context, self._batch, self._numbers
+        with self.pauses.pause():
+            self._context, self._batch = self.pauses.context, self.pauses.batch
+            try:
+                yield
+            finally:
+                self._context, self._batch, self._numbers = before
 
     @property
     def tapped(self) -> tuple[int, ...]:
@@ -337,53 +376,12 @@ class Stage:
                 lib.llama_memory_seq_rm(self._memory, id, pos, -1)
 
     def _extract(self, run: Run) -> tuple[RowLogits, ...]:
-        """The logits that the run's rows request. In a group, each part selects among its columns, and part 0 gets the
-        result."""
-        columns = self._native.columns if self.group else [self._n_vocab]
-        first = sum(columns[: self.group.part]) if self.group else 0
-        n_own = columns[self.group.part] if self.group else self._n_vocab
-        found: list[RowLogits] = []
-        logits_requests: list[LogitsRequest] = []
-        asking = [
-            (i, run.logits_requests[row.logits_request]) for i, row in enumerate(run.rows) if row.logits_request >= 0
-        ]
-        hidden = hidden_states(self._native.hidden, asking, self._width)
-        for i, logits_request in asking:
-            if logits_request.kind is LogitsKind.HIDDEN:
-                continue
-            if self.group and (logits_request.keeps or logits_request.also or logits_request.kind in _OF_WHOLE_ROWS):
-                logits_request = structs.replace(logits_request, kind=LogitsKind.FULL)
-            logits_requests.append(logits_request)
-            own = structs.replace(
-                logits_request, banned=tuple(id - first for id in logits_request.banned if first <= id < first + n_own)
-            )
-            logits = self._logits(i)[first : first + n_own]
-            found.append(row_of(i, logits, own, first))
-        if self.group and logits_requests:
-            found = together(self.group, columns, logits_requests, found)
-            self._check_run()
-            self._gathered = {row.row: row for row in found if row.ids is None}
-            asked = [run.logits_requests[run.rows[row.row].logits_request] for row in found]
-            found = [
-                row_of(row.row, row.logits, logits_request)
-                if row.ids is None and logits_request.kind is not LogitsKind.FULL
-                else row
-                for row, logits_request in zip(found, asked, strict=True)
-            ]
-        if self.group and self.group.part > 0:
-            return ()
-        return tuple(sorted([*found, *hidden], key=lambda row: row.row) if hidden else found)
+        """What the run's rows request."""
+        return self._results.of(run, self._logits)
 
     def kept(self, run: Run) -> dict[int, RowLogits]:
         """The whole rows of the last run that are to be kept, by number of the row."""
-        found = {}
-        for place, number in enumerate(self._numbers):
-            index = run.rows[number].logits_request
-            if index < 0 or not (logits_request := run.logits_requests[index]).keeps:
-                continue
-            whole = self._gathered[place] if self.group else whole_row(place, self._logits(place), logits_request)
-            found[number] = structs.replace(whole, row=number)
-        return found
+        return self._results.kept(run, self._numbers, self._logits)
 
     def _logits(self, row: int) -> NDArray[np.float32]:
         """The logits of a row of the last batch, of shape (n_vocab,). Valid until the next run is decoded."""
@@ -391,8 +389,10 @@ class Stage:
 
     def close(self) -> None:
         """Free the context and the model. A second call does nothing."""
+        if self.pauses is not None:
+            self.pauses.close()
         if self._context:
             lib.llama_free(self._context)
         if self._model:
             lib.llama_model_free(self._model)
-        self._context = self._model = None
+        self._context = self._model = self.pauses = None

@@ -36,7 +36,12 @@ def target_limits(sizes: Sizes, cluster: VirtualCluster, speculation: Speculatio
     late = crowded > 0 and not any(registry.reads_states(draft.drafter) for draft in cluster.drafts)
     n_in_flight = sizes.n_in_flight or limits.n_in_flight
     sharing = registry.sharing(dict(enumerate(draft.drafter for draft in cluster.drafts)))
-    return replace(limits, n_in_flight=n_in_flight, crowding=crowded, drafts_late=late, sharing=sharing)
+    taps = any(draft.taps for draft in cluster.drafts)
+    may_pause = limits.rolls_back and limits.n_requests > 1 < len(cluster.target.stages)
+    n_pauses = cluster.target.layout.fewest_layers - 1 if may_pause and not cluster.target.groups and not taps else 0
+    return replace(
+        limits, n_in_flight=n_in_flight, crowding=crowded, drafts_late=late, sharing=sharing, n_pauses=n_pauses
+    )
 
 
 def limits_of(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int = 1) -> Limits:

@@ -77,7 +77,10 @@ class VirtualPipeline:
             ]
             row_bytes = 0 if rank == last else pipeline.row_bytes
             group = pipeline.groups.get(rank)
-            self._stages[rank] = VirtualStage(clock, parts, group, cluster.overheads, rank, row_bytes, self._pass_on)
+            first_layer, end = self._layers[rank]
+            self._stages[rank] = VirtualStage(
+                clock, parts, group, cluster.overheads, rank, end - first_layer, row_bytes, self._pass_on
+            )
 
     def tap(self, layers: Sequence[int], row_bytes: int, reader: int, arrived: Callable[[Run], None]) -> None:
         """Have the stages send the inputs of these layers to a rank, `row_bytes` for each layer and row. `arrived` is

@@ -14,6 +14,7 @@ from ggpipe.cluster.links import Overheads
 from ggpipe.core.dropped_rows import kept, rows_in_group
 from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import Row, Run, Span
+from ggpipe.core.overtaking import RunsDone, overtakes
 from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.cores import Cores, CpuTask, OwnCores
 from ggpipe.sim.groups import GroupCost
@@ -102,6 +103,16 @@ class _Job:
     """What its parts compute now."""
     n_left: int = 0
     """Parts that are still at it."""
+    part_s: dict[StagePart, float] = field(default_factory=dict)
+    """Of a run that pauses: the time of each of its layers."""
+    n_layers: int = 0
+    """Layers that are left then."""
+    resumed_s: float = 0.0
+    """When it was begun, or continued."""
+    computed_s: float = 0.0
+    """Time of the layers that are done."""
+    paused_at_s: float = 0.0
+    paused_s: float = 0.0
 
 
 class StagePart:
@@ -157,6 +168,7 @@ class VirtualStage:
         group: GroupCost | None,
         overheads: Overheads,
         rank: int,
+        n_layers: int,
         row_bytes: int,
         deliver: Callable[[Run, tuple[Span, ...], int], None],
     ) -> None:
@@ -168,14 +180,16 @@ class VirtualStage:
         self._alone = [part for part in parts if part.alone]
         self._shared = [part for part in parts if not part.alone]
         self._rank = rank
+        self._n_layers = n_layers
         self._row_bytes = row_bytes
         self._deliver = deliver
         self._queue: collections.deque[_Job] = collections.deque()
         self._current: _Job | None = None
+        self._paused: _Job | None = None
         self._cancelled: set[int] = set()
         self._dead_rows: dict[int, set[int]] = collections.defaultdict(set)
         """By run."""
-        self._last_done = -1
+        self._runs_done = RunsDone()
         self._last_rows = 0
         self._rests_since = -_REST_S
 
@@ -189,9 +203,9 @@ class VirtualStage:
         """Cancel runs, and drop rows of those that are not begun. A rank that computes finds a message only when it
         polls; what one part finds, all do."""
         for run, row in cancelled.dead_rows:
-            if run > self._last_done:
+            if run not in self._runs_done:
                 self._dead_rows[run].add(row)
-        self._cancelled.update(run for run in cancelled.runs if run > self._last_done)
+        self._cancelled.update(run for run in cancelled.runs if run not in self._runs_done)
         job = self._current
         if job is not None and job.run.id in cancelled.runs and not job.run.cancelled:
             delay_s = self._overheads.poll_delay_s if by_message else 0.0
@@ -208,9 +222,11 @@ class VirtualStage:
         self._done(job)
 
     def _next(self) -> None:
-        if not self._queue:
-            return
-        job = self._current = self._queue.popleft()
+        if self._queue:
+            self._begin(self._queue.popleft())
+
+    def _begin(self, job: _Job) -> None:
+        self._current = job
         job.start_s = self._clock.now
         run = job.run
         if run.id in self._cancelled and not run.cancelled:
@@ -227,7 +243,8 @@ class VirtualStage:
             before_s = self._overheads.marker_s if bare else self._overheads.run_s
             if not bare:
                 job.decode_s = self._clock.now + before_s
-                before_s += max(part.work_s(job, changed, rested) for part in self._alone)
+                work_s = max(part.work_s(job, changed, rested) for part in self._alone)
+                before_s += self._first_s(job, self._alone[0], work_s)
             self._start(job, self._alone[0], before_s)
         for part in self._shared:
             part.process.computes(1)
@@ -255,7 +272,16 @@ class VirtualStage:
             self._skip(job)
         else:
             job.decode_s = min(job.decode_s, self._clock.now)
-            self._start(job, part, part.work_s(job, changed, rested))
+            self._start(job, part, self._first_s(job, part, part.work_s(job, changed, rested)))
+
+    def _first_s(self, job: _Job, part: StagePart, work_s: float) -> float:
+        """What a part computes before it may pause, of a run that takes this long."""
+        job.resumed_s = self._clock.now
+        if not job.run.pauses:
+            return work_s
+        job.n_layers = self._n_layers
+        job.part_s[part] = work_s / self._n_layers
+        return job.part_s[part]
 
     def _start(self, job: _Job, part: StagePart, work_s: float) -> None:
         task = job.tasks[part] = CpuTask(
@@ -270,21 +296,56 @@ class VirtualStage:
         job.n_left -= 1
         if job.n_left:
             return
-        if self._group is not None and job.run.rows and not job.run.cancelled:
+        if job.n_layers > 1:
+            self._layer_done(job)
+        elif self._group is not None and job.run.rows and not job.run.cancelled:
             n_wanted = sum(row.logits_request >= 0 for row in job.rows)
             self._clock.after(self._group.seconds(len(job.rows), n_wanted), lambda: self._done(job))
         else:
             self._done(job)
 
+    def _layer_done(self, job: _Job) -> None:
+        """A run that pauses may do so now."""
+        job.n_layers -= 1
+        job.computed_s += self._clock.now - max(job.resumed_s, job.decode_s)
+        if not self._overtake(job):
+            self._continue(job)
+
+    def _overtake(self, job: _Job) -> bool:
+        """Compute the next run that overtakes this one, if there is one."""
+        place = overtakes(job.run, [waiting.run for waiting in self._queue], math.inf)
+        if place is None:
+            return False
+        if self._paused is None:
+            self._paused, job.paused_at_s = job, self._clock.now
+        short = self._queue[place]
+        del self._queue[place]
+        self._begin(short)
+        return True
+
+    def _continue(self, job: _Job) -> None:
+        self._current, now = job, self._clock.now
+        if self._paused is job:
+            self._paused = None
+            job.paused_s += now - job.paused_at_s
+        job.resumed_s = now
+        if job.run.id in self._cancelled:
+            self._skip(job)
+            return
+        job.n_left = len(job.part_s)
+        for part, part_s in job.part_s.items():
+            self._start(job, part, part_s)
+
     def _done(self, job: _Job) -> None:
         if self._current is not job:
             return
         run, now = job.run, self._clock.now
-        self._current, self._last_done, self._rests_since = None, run.id, now
+        self._runs_done.add(run.id)
+        self._current, self._rests_since = None, now
         self._cancelled.discard(run.id)
         for part in self._shared:
             part.process.computes(-1)
-        compute_s = max(now - job.decode_s, 0.0)
+        compute_s = job.computed_s + max(now - max(job.resumed_s, job.decode_s), 0.0)
         n_bytes = header_bytes(run)
         n_rows = 0 if run.cancelled else len(job.rows)
         n_bytes += self._row_bytes * n_rows
@@ -292,12 +353,16 @@ class VirtualStage:
             rank=self._rank,
             start_s=job.start_s,
             compute_s=compute_s,
-            busy_s=now - job.start_s,
+            busy_s=now - job.start_s - job.paused_s,
             sent_bytes=n_bytes,
             n_rows=n_rows,
         )
         self._deliver(run, (*job.spans, span), self._rank)
-        if self._current is None:
+        if (paused := self._paused) is not None and self._current is None:
+            is_due = now - paused.paused_at_s >= paused.paused_at_s - paused.resumed_s
+            if is_due or not self._overtake(paused):
+                self._continue(paused)
+        elif self._current is None:
             self._next()
 
 

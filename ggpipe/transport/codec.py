@@ -59,7 +59,7 @@ _FETCH = struct.Struct("<Bqqi")
 _FETCHED = struct.Struct("<Bqi")
 # version, run
 _PART_SPAN = struct.Struct("<Bq")
-_CANCELLED = 1
+_CANCELLED, _PAUSES = 1, 2
 _FLAGS_AND_SPANS, _FLAGS_AT = struct.Struct("<BH"), 1  # of a run
 
 
@@ -73,7 +73,7 @@ def run_header(run: Run) -> bytes:
         name = run.save.file.encode()
         restores = isinstance(run.save, Restore)
         save = (run.save.request, run.save.seq, restores, len(name), *name, *run.save.tokens)
-    flags = _CANCELLED if run.cancelled else 0
+    flags = (_CANCELLED if run.cancelled else 0) | (_PAUSES if run.pauses else 0)
     header = b"".join((
         _RUN.pack(VERSION, flags, 0, len(run.logits_requests), run.id, run.kept_from, len(run.rows), len(run.ops),
                   len(seqs), len(named), len(save), 0),
@@ -103,7 +103,8 @@ def header_with(header: bytes, spans: tuple[Span, ...], cancelled: bool) -> byte
     parts = [header, pack_spans(spans)]
     padding = -sum(map(len, parts)) % 8
     full = bytearray().join((*parts, bytes(padding)))
-    _FLAGS_AND_SPANS.pack_into(full, _FLAGS_AT, _CANCELLED if cancelled else 0, len(spans))
+    flags = header[_FLAGS_AT] & ~_CANCELLED | (_CANCELLED if cancelled else 0)
+    _FLAGS_AND_SPANS.pack_into(full, _FLAGS_AT, flags, len(spans))
     return bytes(full)
 
 
@@ -158,6 +159,7 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         save=save,
         kept_from=kept_from,
         dropped=frozenset(row for row in range(n_rows) if mask >> row & 1) if mask else frozenset(),
+        pauses=bool(flags & _PAUSES),
     )
     return run, header, spans, at + -at % 8
 

@@ -86,6 +86,7 @@ class StageContext(msgspec.Struct, frozen=True, kw_only=True):
     n_branches: int
     partial_prefixes: bool
     rolls_back: bool
+    can_pause: bool
 
 
 class StageLoaded(ControlMessage, frozen=True, kw_only=True):

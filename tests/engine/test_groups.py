@@ -24,6 +24,7 @@ from ggpipe.transport.base import Kind, Message
 from ggpipe.transport.local import LocalWorld
 
 N_RUNS = 60
+RUNS = range(1, N_RUNS + 1)
 
 
 def run_of(number: int, n_rows: int = 1) -> Run:
@@ -171,6 +172,7 @@ class FakeStage:
     """A part's stage: it sums in the middle of each run, where cancels end the run on all parts."""
 
     is_last = True
+    pauses = None
 
     def __init__(self, sums: Sums, part: int) -> None:
         self._sums, self._part = sums, part
@@ -226,8 +228,8 @@ def test_all_parts_skip_the_same_runs_whenever_cancels_arrive(n_parts: int, seed
     parts = parts_of(n_parts)
     moves: list[tuple[Part, Run | CancelRuns]] = []
     for part in parts:
-        own: list[tuple[Part, Run | CancelRuns]] = [(part, run_of(number, number % 7)) for number in range(N_RUNS)]
-        for number in range(0, N_RUNS, 3):  # anywhere behind the run's own message, or in front of it
+        own: list[tuple[Part, Run | CancelRuns]] = [(part, run_of(number, number % 7)) for number in RUNS]
+        for number in RUNS[2::3]:  # anywhere behind the run's own message, or in front of it
             rows = () if number % 7 > 5 else ((number + 1, 0), (number + 1, number % 7))
             own.insert(rng.randrange(len(own)), (part, CancelRuns((number,), rows)))
         moves += own
@@ -246,11 +248,11 @@ def test_all_parts_skip_the_same_runs_whenever_cancels_arrive(n_parts: int, seed
     first = parts[0]
     for part in parts:
         assert part.stage.computed == first.stage.computed
-        assert part.stage.applied == [op for number in range(N_RUNS) for op in run_of(number).ops]
+        assert part.stage.applied == [op for number in RUNS for op in run_of(number).ops]
         assert not [notice for notice in part.notices if isinstance(notice, StageFailed)]
-    assert [outcome.result.run for outcome in first.outcomes] == list(range(N_RUNS))
+    assert [outcome.result.run for outcome in first.outcomes] == list(RUNS)
     ended = {outcome.result.run for outcome in first.outcomes if outcome.result.cancelled}
-    assert not ended - set(range(0, N_RUNS, 3)), "nobody cancelled it"
+    assert not ended - set(RUNS[2::3]), "nobody cancelled it"
     computed = {number for number, cancelled, _ in first.stage.computed if not cancelled}
     for number, _, dead in first.stage.computed:
         assert dead in (frozenset(), frozenset({0, (number - 1) % 7})), "rows of another run, or not all at once"
@@ -258,9 +260,9 @@ def test_all_parts_skip_the_same_runs_whenever_cancels_arrive(n_parts: int, seed
     n_rows = {outcome.result.run: outcome.result.spans[-1].n_rows for outcome in first.outcomes}
     for number, cancelled, dead in first.stage.computed:
         assert n_rows[number] == (0 if cancelled else number % 7 - len(dead))
-    assert computed == {number for number in range(N_RUNS) if number % 7 > 0} - ended
+    assert computed == {number for number in RUNS if number % 7 > 0} - ended
     for part in parts[1:]:
-        assert [outcome.run for outcome in part.outcomes] == list(range(N_RUNS))
+        assert [outcome.run for outcome in part.outcomes] == list(RUNS)
 
 
 def test_a_part_that_waits_for_the_others_can_be_closed() -> None:

@@ -16,11 +16,16 @@ from msgspec import structs
 from ggpipe.core.dropped_rows import DeadRow, kept
 from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import LogitsRequest, Restore, Row, RowLogits, Run, RunResult, Save, Span
+from ggpipe.core.overtaking import overtakes
 from support.fake_cache import FakeCache
 from support.fake_model import Tokens, chance
 
 Move = tuple[str, Callable[[], None]]
 """Something that may happen next: what it is, and how to let it happen."""
+
+
+_SHORT = 6
+"""Rows of a run that overtakes another one, at most."""
 
 
 def restorable(restore: Restore) -> Tokens:
@@ -69,12 +74,36 @@ class FakeStage:
     drops: Dropping = Dropping.ALL
     past: set[int] = field(default_factory=set)
     computing: Run | None = None
+    paused: tuple[Run, list[Tokens]] | None = None
+    """While `computing` overtakes it, and what its rows see."""
     histories: list[Tokens] = field(default_factory=list)
+    """Of the rows that are computed: what they see."""
+    through: list[Tokens] = field(default_factory=list)
+    """The same of the latest run that is through."""
     saved: list[Save] = field(default_factory=list)
+
+    @property
+    def overtaking(self) -> int | None:
+        """Place of the run that may overtake what is computed."""
+        if self.computing is None or self.paused is not None or not self.computing.pauses:
+            return None
+        return overtakes(self.computing, self.runs, _SHORT)
+
+    def overtake(self) -> Run | None:
+        """Take a run that overtakes what is computed. Returns it when there is nothing to compute."""
+        place = self.overtaking
+        assert place is not None
+        assert self.computing is not None
+        self.paused = self.computing, self.histories
+        run = self.runs[place]
+        del self.runs[place]
+        return self._start(run)
 
     def start(self) -> Run | None:
         """Take the next run. Returns it when there is nothing to compute, so that it is through."""
-        run = self.runs.popleft()
+        return self._start(self.runs.popleft())
+
+    def _start(self, run: Run) -> Run | None:
         for op in run.ops:
             self.cache.apply(op)
         if run.id in self.cancelled:
@@ -112,8 +141,10 @@ class FakeStage:
         return dead
 
     def finish(self) -> Run:
-        """The run that is computed."""
+        """The run that is computed. One that was cancelled in a pause stops."""
         assert self.computing is not None
+        if self.computing.id in self.cancelled:
+            return self._stop(self.computing)
         return self._through(self.computing)
 
     def hear(self) -> Run | None:
@@ -124,11 +155,19 @@ class FakeStage:
         self.dead_rows |= {(run, row) for run, row in message.dead_rows if run not in self.past}
         if self.computing is None or self.computing.id not in runs:
             return None
-        self.cache.forget(kept(self.computing.rows, self.computing.dropped))
-        return self._through(structs.replace(self.computing, cancelled=True))
+        return self._stop(self.computing)
+
+    def _stop(self, run: Run) -> Run:
+        self.cache.forget(kept(run.rows, run.dropped))
+        return self._through(structs.replace(run, cancelled=True))
 
     def _through(self, run: Run) -> Run:
         self.computing = None
+        if self.paused is not None:
+            self.through, self.histories = self.histories, self.paused[1]
+            self.computing, self.paused = self.paused[0], None
+        else:
+            self.through = self.histories
         self.past.add(run.id)
         self.cancelled.discard(run.id)
         self.dead_rows = {one for one in self.dead_rows if one[0] != run.id}
@@ -240,6 +279,8 @@ class FakePipeline:
         for i, stage in enumerate(self.stages):
             if stage.runs or stage.computing:
                 moves.append((f"{name} stage {i}", functools.partial(self.step, i)))
+            if stage.overtaking is not None:
+                moves.append((f"{name} stage {i} overtakes", functools.partial(self.overtake, i)))
             if stage.cancels:
                 moves.append((f"{name} cancel {i}", functools.partial(self.hear, i)))
         if self.results:
@@ -251,6 +292,10 @@ class FakePipeline:
         here = self.stages[stage]
         run = here.start() if here.computing is None else here.finish()
         self._pass_on(stage, run)
+
+    def overtake(self, stage: int) -> None:
+        """A stage pauses, and starts a run that came later."""
+        self._pass_on(stage, self.stages[stage].overtake())
 
     def hear(self, stage: int) -> None:
         self._pass_on(stage, self.stages[stage].hear())
@@ -264,7 +309,7 @@ class FakePipeline:
         rows: tuple[RowLogits, ...] = ()
         if not run.cancelled:
             numbered = kept(list(enumerate(run.rows)), run.dropped)
-            seen = zip(numbered, self.stages[stage].histories if run.rows else [], strict=True)
+            seen = zip(numbered, self.stages[stage].through if run.rows else [], strict=True)
             rows = tuple(
                 self._answer(i, row, run.logits_requests[row.logits_request], self._whole(row.request, history))
                 for (i, row), history in seen
@@ -278,6 +323,10 @@ class FakePipeline:
     def live(self) -> list[Run]:
         """Runs in flight that are not cancelled, markers left out."""
         return [run for run in self.in_flight.values() if run.rows and run.id not in self.cancelled]
+
+    def beside(self, run: Run) -> list[Run]:
+        """Live runs that keep their order as this one does: prompts' runs pause for others."""
+        return [live for live in self.live if live.pauses == run.pauses]
 
     def depends(self, run: int, on: Iterable[int]) -> bool:
         """A row of this run hangs on a row of those."""

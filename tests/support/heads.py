@@ -286,7 +286,7 @@ class Head:
             histories = [history for of, history in self.pipeline.rows_of[run.id] if of == request]
             seen.submitted(run, histories)
             fresh = fresh or (bool(seen.text) and seen.tokens in histories)
-        assert fresh or len(self.pipeline.live) <= self.limits.n_in_flight * (2 - self.limits.rolls_back)
+        assert fresh or len(self.pipeline.beside(run)) <= self.limits.n_in_flight * (2 - self.limits.rolls_back)
 
     def _order_done(self, seen: SeenOrder, done: PrefixDone) -> None:
         assert seen.done is None

@@ -129,6 +129,7 @@ def speculations(n_draft: int, n_min: int) -> st.SearchStrategy[SpeculationConfi
 
 KINDS = st.sampled_from(get_args(Kind))
 DROPS = st.lists(st.sampled_from(Dropping), max_size=3).map(tuple)
+PAUSES = st.sampled_from((0, 0, 3))
 SHARING = st.sampled_from(((), (0, 1, 2)))
 DRAFTS = st.lists(KINDS, min_size=1, max_size=2).map(tuple) | st.lists(KINDS, min_size=1, max_size=4).map(tuple)
 
@@ -207,6 +208,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
             drafts_late=draw(st.booleans()),
             sharing=draw(SHARING),
+            n_pauses=draw(PAUSES),
         )
 
     return Scenario(
@@ -249,6 +251,7 @@ def thickets(draw: st.DrawFn) -> Scenario:
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
             drafts_late=draw(st.booleans()),
             sharing=draw(SHARING),
+            n_pauses=draw(PAUSES),
         ),
         Limits(n_ctx=90, n_batch=12, n_ubatch=12, n_in_flight=2, n_seq=draw(st.integers(n, 12)), n_requests=n),
         n_stages=draw(st.integers(1, 3)),
@@ -298,6 +301,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
             drafts_late=draw(st.booleans()),
             sharing=draw(SHARING),
+            n_pauses=draw(PAUSES),
         )
 
     target, draft = limits(draw(st.integers(1, 4))), limits(2)

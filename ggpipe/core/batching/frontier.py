@@ -70,15 +70,23 @@ def choose(pipeline: PipelineState, states: Sequence[SequenceState]) -> Choice:
     for state in states:
         if state.phase is Phase.PREFILL:
             waiting.append(state)
-        elif isinstance(state, RequestState) and state.decodes:
+        elif isinstance(state, RequestState) and state.decodes and (len(states) == 1 or not pipeline.is_paused(state)):
             decoding.append(state)
             if not state.tree.root.submitted and _is_ready(state):
                 ready.append(state)
     ready.sort(key=lambda state: state.root_since)
-    if waiting:
+    accepted = Choice()
+    if waiting and ready and pipeline.limits.n_pauses:
+        accepted = _accepted(pipeline, decoding, ready)
+    if waiting and not accepted.schedule:
         schedule = prompts.schedule(pipeline, waiting, decoding, ready, pipeline.n_awaited_runs(states))
-        return Choice(schedule if pipeline.limits.partial_prefixes else _unmixed(pipeline, schedule))
-    return _accepted(pipeline, decoding, ready) if ready else _draft_tokens(pipeline, decoding)
+        schedule = schedule if pipeline.limits.partial_prefixes else _unmixed(pipeline, schedule)
+        return Choice(schedule, wake_at=accepted.wake_at)
+    if waiting:
+        return accepted
+    if ready:
+        return _accepted(pipeline, decoding, ready)
+    return _draft_tokens(pipeline, decoding) if decoding else Choice()
 
 
 def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: Sequence[RequestState]) -> Choice:
@@ -244,7 +252,10 @@ def look_ahead(
     A single stage needs nothing to fill it: there draft tokens are useful in the root's run, and where they do not pay,
     drafting would only take cores from the stage.
     """
-    if n_waiting := sum(other.phase is Phase.PREFILL for other in others):
+    n_waiting = sum(other.phase is Phase.PREFILL for other in others)
+    if n_waiting and pipeline.limits.n_pauses and not pipeline.limits.shares_cores:
+        others = [other for other in others if other.phase is not Phase.PREFILL]
+    elif n_waiting:
         return _look_ahead_of_prompts(pipeline, state, calibration, others, n_waiting)
     speculation, cost, rounds = state.request.speculation, pipeline.cost, Rounds(pipeline.cost, len(others) + 1)
     together = state.drafters.calibration
@@ -320,7 +331,7 @@ def look_ahead_at_once(load: PipelineState, state: RequestState, others: Sequenc
     """How far a drafter without a model may be ahead of a request's root. It takes no run's time, and its own
     probabilities bound what it sends, so it may fill every run that could be in flight. `others`: requests that are
     served with it."""
-    prefilling = any(other.phase is Phase.PREFILL for other in others)
+    prefilling = not load.limits.n_pauses and any(other.phase is Phase.PREFILL for other in others)
     if prefilling and not state.overlaps:
         return 0
     n_runs = load.limits.n_in_flight + 1 if state.is_async and state.request.speculation.continuous else 1

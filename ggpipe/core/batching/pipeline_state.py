@@ -88,8 +88,18 @@ class PipelineState:
 
     @property
     def n_in_flight(self) -> int:
-        """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
-        return self._in_flight.n_computed
+        """Runs that are or will be computed, without those that pause; cancelled ones and bare operations only pass
+        through."""
+        return self._in_flight.n_computed - self._in_flight.n_pausing
+
+    @property
+    def n_pausing(self) -> int:
+        """Runs that are or will be computed, and pause for others."""
+        return self._in_flight.n_pausing
+
+    def is_paused(self, state: RequestState) -> bool:
+        """Its latest accepted token is in a run that pauses for others: what hangs on it would wait there with them."""
+        return self._in_flight.pauses(state.tree.root.run)
 
     @property
     def cost(self) -> RunCost:
@@ -167,8 +177,9 @@ class PipelineState:
         parts = (part for part in self._in_flight.of(state) if self._in_flight.is_computed(part.run))
         return any(node is not state.tree.root for part in parts for node in part.nodes)
 
-    def submitted(self, parts: Sequence[RunPart[SequenceState]], only_one: bool) -> None:
-        """A run of these parts goes in; `only_one`: there is one request, and nothing of any other is in flight."""
+    def submitted(self, parts: Sequence[RunPart[SequenceState]], only_one: bool) -> bool:
+        """A run of these parts goes in; `only_one`: there is one request, and nothing of any other is in flight.
+        Returns whether it pauses for others."""
         root = parts[0].owner.tree.root
         fresh = only_one and root in parts[0].nodes
         if fresh:
@@ -182,12 +193,15 @@ class PipelineState:
         n_nodes = sum([len(part.rows) for part in parts]) - n_prompt_rows
         n_drafted = sum([part.n_draft_tokens for part in parts]) if n_prompt_rows else 0
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
-        self._free_at = before + self.cost.prompt_s(n_nodes - n_drafted, n_prompt_rows + n_drafted)
+        pauses = n_prompt_rows > 0 and self.limits.n_pauses > 0
+        if not pauses:
+            self._free_at = before + self.cost.prompt_s(n_nodes - n_drafted, n_prompt_rows + n_drafted)
         if n_nodes > sum([part.n_draft_tokens for part in parts]):
             self.roots_at = self.now
         self.had_prompts, self.had_embedding = n_prompt_rows > 0, parts[0].owner.embeds
         if not n_prompt_rows:
             self._n_in_flight[n_nodes] += 1
+        return pauses
 
     def learn(self, run: RunInFlight[SequenceState], result: RunResult) -> None:
         """A run came back: how long it took."""

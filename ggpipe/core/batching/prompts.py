@@ -58,6 +58,8 @@ def schedule(
 ) -> Sequence[ScheduledRows]:
     """Tokens of the prompts that wait, with the accepted tokens that are `ready` and draft tokens; nothing when it is
     better to wait. `n_runs`: runs in flight with accepted tokens or prompts."""
+    if pipeline.limits.n_pauses:
+        return _pausing(pipeline, waiting, len(decoding))
     if decoding and not pipeline.limits.rolls_back:
         return _in_turn(pipeline, waiting, decoding, fitting(ready, pipeline.limits.n_rows))
     first = _accepted(pipeline, ready, len(waiting))
@@ -79,6 +81,20 @@ def schedule(
         if not ready and pipeline.n_in_flight and not pipeline.has_prompts and n_left > _MANY_RUNS * n_prompt:
             return ()  # it goes in with the tokens in flight, which would else wait for it
     return [*with_drafted(first, drafted, len(drafted)), *_shared_out(waiting, n_prompt)]
+
+
+def _pausing(pipeline: PipelineState, waiting: Sequence[SequenceState], n_decoding: int) -> Sequence[ScheduledRows]:
+    """Tokens of prompts alone, in runs that pause for others; those with nothing but last tokens do not."""
+    if len(waiting) == 1 and not n_decoding:
+        schedule = _alone(pipeline, waiting[0])
+    else:
+        n_rows = _chunk_rows(pipeline, waiting)
+        n_rows = min(_run_rows(pipeline, n_decoding), n_rows) if n_decoding else min(n_rows, pipeline.limits.n_rows)
+        schedule = _shared_out(waiting, n_rows)
+    states = [scheduled.state for scheduled in schedule]
+    are_roots = all(isinstance(state, RequestState) and state.n_past == len(state.prompt) - 1 for state in states)
+    n_in_flight = pipeline.n_in_flight if are_roots else pipeline.n_pausing
+    return schedule if n_in_flight < pipeline.limits.n_in_flight else ()
 
 
 def _in_turn(
@@ -197,13 +213,14 @@ def _run_rows(pipeline: PipelineState, n_decoding: int) -> int:
     second, as many as make runs take about `prefill_slowdown` times as long as without prompts, or up to three times
     that where rows are clearly cheaper in long runs: a run of a mixture reads experts once for all of its rows.
 
-    It does not depend on the other rows of the next run: runs that follow a longer one would wait in each stage.
+    It does not depend on the other rows of the next run: runs that follow a longer one would wait in each stage. Of
+    runs that pause, which have no other rows, this holds for each part.
     """
-    cost, most = pipeline.cost, pipeline.limits.n_rows
-    first = math.ceil(n_decoding / pipeline.n_stages)
+    cost, most, n_parts = pipeline.cost, pipeline.limits.n_rows, pipeline.limits.n_pauses + 1
+    first = math.ceil(n_decoding / pipeline.n_stages) if n_parts == 1 else 0
     if cost.prompt_row_s(1) is None or not cost.is_known:
         return min(max(_FIRST_ROWS, first + 1), most)
-    most_s = pipeline.limits.prefill_slowdown * Rounds(cost, n_decoding).round_s / pipeline.n_stages
+    most_s = n_parts * pipeline.limits.prefill_slowdown * Rounds(cost, n_decoding).round_s / pipeline.n_stages
     n, longer = (_fastest(cost, first, most, times * most_s) for times in (1.0, _LONGER))
     row_s, cheaper_s = (_row_s(pipeline, n_rows) for n_rows in (n, longer))
     return longer if cheaper_s < _CLEARLY_CHEAPER * row_s else n

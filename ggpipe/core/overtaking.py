@@ -1,0 +1,58 @@
+"""Which runs overtake others in a stage.
+
+A run with `Run.pauses` has many tokens of prompts. Between two of its layers, a stage computes short runs that came
+later, and those that wait behind them. So requests that decode hardly notice others' prompts. Runs whose sequences have
+nothing in common give the same results in either order. All others keep the order in which they came to the stage, and
+so that in which they went into the pipeline: a sequence's cells are there when they are read, and an operation that
+frees an id comes before the rows that use it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ggpipe.core.messages import Run
+
+
+def overtakes(paused: Run, waiting: Iterable[Run], most_rows: float) -> int | None:
+    """Which of the runs that wait, in their order, is to be computed while a run pauses: the first one that is short,
+    of at most `most_rows` rows, and has no sequence in common with those before it. None: there is none."""
+    before = _touched(paused)
+    for i, run in enumerate(waiting):
+        own = _touched(run)
+        is_short = not run.pauses and run.save is None and len(run.rows) <= most_rows
+        if is_short and before.isdisjoint(own):
+            return i
+        before |= own
+    return None
+
+
+def _touched(run: Run) -> set[int]:
+    """Sequences that its operations and rows read or change."""
+    touched = {seq for row in run.rows for seq in row.seqs}
+    for op in run.ops:
+        touched.update((op.seq, op.dst))
+    if run.save is not None:
+        touched.add(run.save.seq)
+    touched.discard(-1)
+    return touched
+
+
+class RunsDone:
+    """Ids of the runs that a stage is through with: nearly all from 1 up to the latest one."""
+
+    def __init__(self) -> None:
+        """None."""
+        self._all_before = 1
+        self._later: set[int] = set()
+
+    def add(self, run: int) -> None:
+        """A stage is through with it."""
+        self._later.add(run)
+        while self._all_before in self._later:
+            self._later.discard(self._all_before)
+            self._all_before += 1
+
+    def __contains__(self, run: int) -> bool:
+        """Whether a stage is through with it."""
+        return run < self._all_before or run in self._later

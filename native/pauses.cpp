@@ -1,0 +1,67 @@
+// A prompt's long run pauses between two of its layers, so that others' short runs need not wait for its end.
+//
+// libllama cannot decode two batches in turn in one context. So there is a second context of the same model, for short runs, and both
+// have the same KV cells: what one takes, the other sees. libllama has no call for that, but a context owns its memory by a single
+// pointer, which is replaced here. In between, the long run's activations stay where they are, in buffers of its context. Both work
+// on different sequences, so neither reads cells that the other writes.
+#include <malloc.h>
+
+#include <cstring>
+
+#include "stage.h"
+
+namespace ggpipe {
+
+namespace {
+// libllama's names of what a layer's attention and all of it add to the hidden state.
+bool ends_part(const ggml_tensor * node) {
+    return !strncmp(node->name, "l_out-", 6) || !strncmp(node->name, "ffn_inp-", 8);
+}
+}  // namespace
+
+ggml_status compute_with_pauses(Stage & stage, const ggml_cgraph * graph, const Compute & compute) {
+    ggml_status status = GGML_STATUS_SUCCESS;
+    for (int from = 0, to; from < graph->n_nodes && status == GGML_STATUS_SUCCESS; from = to) {
+        for (to = from + 1; to < graph->n_nodes && !ends_part(graph->nodes[to - 1]);) to++;
+        ggml_cgraph part = *graph;
+        part.nodes += from;
+        part.n_nodes = to - from;
+        if (part.n_nodes < graph->n_nodes) part.uid = 0;  // a graph of its own
+        status = compute(&part);
+        if (status == GGML_STATUS_SUCCESS && to < graph->n_nodes && stage.wants_pause.exchange(false)) stage.at_pause();
+    }
+    return status;
+}
+
+void Stage::pause() {
+    paused_.emplace(PausedRun{current_run_, std::move(wire), std::move(hidden), passing, threads, misplaced, missing});
+    wire = {};
+    pauses = false;
+    end_run();
+}
+
+void Stage::resume() {
+    current_run_ = paused_->run;
+    wire = std::move(paused_->wire);
+    hidden = std::move(paused_->hidden);
+    passing = paused_->passing;
+    threads = paused_->threads;
+    misplaced = paused_->misplaced;
+    missing = paused_->missing;
+    pauses = true;
+    paused_.reset();
+}
+
+bool replace_memory(void * context, const void * own, void * shared) {
+    void ** const words = (void **) context;
+    void ** place = nullptr;
+    for (size_t i = 0; i < malloc_usable_size(context) / sizeof *words; i++) {
+        if (words[i] != own) continue;
+        if (place) return false;
+        place = &words[i];
+    }
+    if (place) *place = shared;
+    return place;
+}
+
+}  // namespace ggpipe
