@@ -1,0 +1,106 @@
+"""Several requests on a pipeline whose runs of prompts pause for others: outputs keep their bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from support.oracle import Oracle, drafting
+from support.pipeline import local_session
+from support.reference import Reference
+from support.requests import asked
+from support.zoo import make
+
+from ggpipe.channel.events import TokenReady
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
+from ggpipe.core.request import Finish
+from ggpipe.engine.session import Session
+from ggpipe.llama.pauses import Pauses
+
+N_CTX, N_PREDICT = 2048, 24
+SAMPLING = SamplingConfig(temp=0.8, seed=1)
+ITERATIVE = SpeculationConfig(mode="iterative")
+ASYNC = SpeculationConfig(drafters=("ngram",))
+Tokens = tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("models") / "llama.gguf", n_layer=6)
+
+
+def words(first: int, n: int) -> Tokens:
+    return tuple(3 + (first + 37 * i + i * i) % 110 for i in range(n))
+
+
+@contextmanager
+def loaded(path: Path, n_ranks: int) -> Iterator[tuple[Session, list[int]]]:
+    """A session, and a list that grows with each pause."""
+    config = EngineConfig(
+        model=ModelConfig(path=path),
+        context=ContextConfig(n_ctx=N_CTX, n_ubatch=128, n_seq=12, exact=True),
+        pipeline=PipelineConfig(threads=(1,)),
+        n_requests=3,
+    )
+    pauses: list[int] = []
+    pause = Pauses.pause
+
+    def counted(self: Pauses) -> object:
+        pauses.append(1)
+        return pause(self)
+
+    with patch.object(Pauses, "pause", counted), local_session(config, n_ranks) as session:
+        yield session, pauses
+
+
+@pytest.mark.parametrize("speculation", [ITERATIVE, ASYNC], ids=lambda speculation: speculation.mode)
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_outputs_keep_their_bits(n_ranks: int, speculation: SpeculationConfig, path: Path) -> None:
+    prompts = [words(1, 9), words(2, 700), words(3, 500), words(4, 8), words(5, 400)]
+    with Reference(path, N_CTX, exact=True) as reference:
+        outputs = [tuple(reference.generate(prompt, SAMPLING, N_PREDICT, n_rows=1)) for prompt in prompts]
+    oracle = Oracle(dict(zip(prompts, outputs, strict=True)), 5)
+    with drafting(oracle), loaded(path, n_ranks) as (engine, pauses):
+        requests = [engine.submit(asked(prompt, SAMPLING, N_PREDICT, speculation)) for prompt in prompts]
+        texts: dict[int, list[int]] = {request.id: [] for request in requests}
+        while any(request.is_active for request in requests):
+            for event in engine.step():
+                if isinstance(event, TokenReady):
+                    texts[event.request].append(event.token.id)
+    assert [tuple(text) for text in texts.values()] == outputs
+    assert pauses
+
+
+def test_a_prompt_is_stopped_beside_a_text(path: Path) -> None:
+    text_prompt, prompt = words(1, 9), words(2, 900)
+    with Reference(path, N_CTX, exact=True) as reference:
+        outputs = [tuple(reference.generate(tokens, SAMPLING, 60, n_rows=1)) for tokens in (text_prompt, words(4, 300))]
+    with loaded(path, 2) as (engine, pauses):
+        first = engine.submit(asked(text_prompt, SAMPLING, 60, ITERATIVE))
+        text: list[int] = []
+        other = None
+        n_steps = 0
+        while first.is_active:
+            text += [e.token.id for e in engine.step() if isinstance(e, TokenReady) and e.request == first.id]
+            n_steps += 1
+            if other is None or not other.is_active:
+                other = engine.submit(asked(prompt, SAMPLING, 5, ITERATIVE))
+            elif n_steps % 5 == 0:
+                engine.cancel(other)
+        assert other is not None
+        engine.cancel(other)
+        last = engine.submit(asked(words(4, 300), SAMPLING, 60, ITERATIVE))
+        after: list[int] = []
+        while last.is_active:
+            after += [e.token.id for e in engine.step() if isinstance(e, TokenReady) and e.request == last.id]
+        assert other.stats.finish is Finish.STOPPED
+    assert [tuple(text), tuple(after)] == outputs
+    assert pauses

@@ -1,0 +1,152 @@
+"""Runs that pause between two of their layers for others: all have the bits that they have one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.architectures import write
+from support.zoo import ZOO, make
+
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.stage import Outcome, Stage
+
+FULL = (LogitsRequest(LogitsKind.FULL),)
+NAMES = ("llama", "gemma3", "qwen3moe", "deepseek2", "gpt-oss", "cohere2")
+N_CHUNKS, CHUNK = 3, 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def rows_of(tokens: Sequence[int], seq: int, start: int) -> tuple[Row, ...]:
+    last = len(tokens) - 1
+    return tuple(
+        Row(token=token, pos=start + i, seqs=(seq,), request=seq, logits_request=0 if i == last else -1)
+        for i, token in enumerate(tokens)
+    )
+
+
+def prompt_runs() -> list[Run]:
+    tokens = np.random.default_rng(1).integers(1, 90, N_CHUNKS * CHUNK).tolist()
+    starts = range(0, N_CHUNKS * CHUNK, CHUNK)
+    return [
+        Run(id=10 + i, rows=rows_of(tokens[at : at + CHUNK], 1, at), logits_requests=FULL, pauses=True)
+        for i, at in enumerate(starts)
+    ]
+
+
+def short_runs() -> list[Run]:
+    """Tokens of another sequence, with branches that are rejected."""
+    tokens = np.random.default_rng(2).integers(1, 90, 40).tolist()
+    runs = []
+    for i in range(12):
+        ops = (KvOp(KvKind.RM, 2), KvOp(KvKind.CP, 0, 2)) if i else ()
+        rows = (*rows_of(tokens[i : i + 1], 0, i), *(rows_of(tokens[-1:], 2, i) if i else ()))
+        runs.append(Run(id=100 + i, rows=rows, ops=ops, logits_requests=FULL))
+    return runs
+
+
+@contextlib.contextmanager
+def two_stages(path: Path, context: ContextConfig) -> Iterator[list[Stage]]:
+    file, model = ModelFile.open(path), ModelConfig(path=path)
+    middle = file.n_layer // 2
+    with contextlib.ExitStack() as stack:
+        stages = []
+        for layers in ((0, middle), (middle, file.n_layer)):
+            stages.append(Stage(file, layers, model, context, (1, 1), pauses=True))
+            stack.callback(stages[-1].close)
+        yield stages
+
+
+class Computed:
+    """Both kinds of runs through two stages, the short ones in pauses of the others or behind each of them."""
+
+    def __init__(self, stages: Sequence[Stage], pauses: bool) -> None:
+        self.n_pauses = 0
+        self.outcomes: dict[tuple[int, int], Outcome] = {}
+        """By stage and run."""
+        each = -(-len(short_runs()) // N_CHUNKS)
+        short = iter(short_runs())
+        for run in prompt_runs():
+            beside = list(itertools.islice(short, each))
+            for number, stage in enumerate(stages):
+                left = list(beside)
+                if pauses:
+                    assert stage.pauses is not None
+                    stage.pauses.at(self._at_pause(stages, number, left))
+                    stage.pauses.want()
+                self.decode(stages, number, run)
+                for later in left:
+                    self.decode(stages, number, later)
+
+    def _at_pause(self, stages: Sequence[Stage], number: int, left: list[Run]) -> Callable[[], None]:
+        def at_pause() -> None:
+            stage = stages[number]
+            assert stage.pauses is not None
+            self.n_pauses += 1
+            with stage.paused():
+                if left:
+                    self.decode(stages, number, left.pop(0))
+            stage.pauses.want()
+
+        return at_pause
+
+    def decode(self, stages: Sequence[Stage], number: int, run: Run) -> None:
+        incoming = self.outcomes[number - 1, run.id].outgoing if number else None
+        self.outcomes[number, run.id] = stages[number].decode(run, incoming)
+
+
+def check(path: Path, context: ContextConfig) -> None:
+    with two_stages(path, context) as stages:
+        ours = Computed(stages, pauses=True)
+    with two_stages(path, context) as stages:
+        theirs = Computed(stages, pauses=False)
+    assert ours.n_pauses > 2 * N_CHUNKS, "no pauses between layers"
+    assert theirs.n_pauses == 0
+    for of, outcome in theirs.outcomes.items():
+        own = ours.outcomes[of]
+        assert own.outgoing == outcome.outgoing
+        for one, other in zip(own.rows, outcome.rows, strict=True):
+            np.testing.assert_array_equal(one.logits, other.logits)
+        assert (own.paused_s > 0) == (of[1] < 100)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_pauses_change_no_bit(name: str, exact: bool, folder: Path) -> None:
+    path = make(name, folder / f"{name}.gguf") if name in ZOO else write(name, folder / f"{name}.gguf", n_layer=4)
+    check(path, ContextConfig(n_ctx=256, n_seq=3, exact=exact))
+
+
+def test_a_run_can_be_cancelled_in_its_pause(folder: Path) -> None:
+    path = make("llama", folder / "llama.gguf")
+    with two_stages(path, ContextConfig(n_ctx=256, n_seq=3, exact=True)) as (stage, _):
+        assert stage.pauses is not None
+        first, second = short_runs()[:2]
+        found: list[Outcome] = []
+
+        def at_pause() -> None:
+            with stage.paused():
+                found.append(stage.decode(first, None))
+            stage.cancel(10)
+
+        stage.pauses.at(at_pause)
+        stage.pauses.want()
+        prompt = stage.decode(prompt_runs()[0], None)
+        assert prompt.cancelled
+        assert prompt.outgoing == b""
+        after = stage.decode(second, None)
+        stage.forget_all()
+        assert [outcome.outgoing for outcome in (*found, after)] == [
+            stage.decode(run, None).outgoing for run in (first, second)
+        ]
