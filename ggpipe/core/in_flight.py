@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from ggpipe.core.dropped_rows import DeadRow
 from ggpipe.core.events import CancelRuns, SubmitRun
 from ggpipe.core.messages import KvOp, LogitsRequest, Restore, Row, RowLogits, Run, RunRecord, RunResult, Save
+from ggpipe.core.overtaking import divided
 from ggpipe.core.sequence_ids import SequenceIds
 from ggpipe.core.tree import Node
 
@@ -146,6 +147,14 @@ class InFlight(Generic[Owner]):
     def submit_ops(self, now: float) -> SubmitRun:
         """Put the waiting operations into the pipeline, in a run without rows."""
         return SubmitRun(self._enter((), (), now))
+
+    def submit_foreign_ops(self, seqs: set[int], now: float) -> Sequence[SubmitRun]:
+        """Put waiting operations that have nothing to do with these sequences into the pipeline. A run that pauses is to
+        follow: others would wait for it if it had operations on their sequences."""
+        own, self.ops[:] = divided(self.ops, seqs)
+        submitted = (self.submit_ops(now),) if self.ops else ()
+        self.ops[:] = own
+        return submitted
 
     def submit_save(self, owner: Owner, save: Save | Restore, now: float) -> SubmitRun:
         """Save or restore a sequence of an owner, after the waiting operations. It is cancelled with its runs."""

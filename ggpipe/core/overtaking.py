@@ -9,9 +9,9 @@ frees an id comes before the rows that use it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from ggpipe.core.messages import Run
+from ggpipe.core.messages import KvOp, Run
 
 
 def overtakes(paused: Run, waiting: Iterable[Run], most_rows: float) -> int | None:
@@ -36,6 +36,19 @@ def _touched(run: Run) -> set[int]:
         touched.add(run.save.seq)
     touched.discard(-1)
     return touched
+
+
+def divided(ops: Sequence[KvOp], seqs: set[int]) -> tuple[list[KvOp], list[KvOp]]:
+    """Operations that touch these sequences, or what others of them touch; and all others. Both keep their order."""
+    reached, n_before = set(seqs), -1
+    while n_before < len(reached):
+        n_before = len(reached)
+        for op in ops:
+            if not reached.isdisjoint((op.seq, op.dst)):
+                reached.update((op.seq, op.dst))
+        reached.discard(-1)
+    own = [op for op in ops if op.seq in reached]
+    return own, [op for op in ops if op.seq not in reached]
 
 
 class RunsDone:

@@ -18,6 +18,8 @@ _LEARN_OLD = 0.5
 _FORGET = 0.002
 """Of a run length's time, with each run of another length. With 0.01 lengths that are dear were tried so often that 4
 requests on 2 stages lost 17 % where a second row costs 1.75 runs (simulated)."""
+_FORGET_PROMPT = 0.02
+"""Of the time of prompts' rows in runs of other lengths, with each run."""
 _UNTRIED = 0.05
 """Of the first row's time: so much a row more is expected to take before any longer run was tried. With 0.25 they
 are tried later, and speeds differ by less than 2 % (simulated, 300 tokens)."""
@@ -119,19 +121,17 @@ class RunCost:
     def prompt_ended(self, n_rows: int, n_prompt_rows: int, slowest_s: float) -> None:
         """A run with `n_prompt_rows` tokens of prompts, draft tokens included, and `n_rows` accepted ones came back.
 
-        Rows get dearer as the prompt goes on: what one number of rows shows of it goes for all.
+        Rows get dearer as the prompt goes on. So what other numbers of rows took is forgotten, bit by bit: those that
+        seem dear now are tried again.
         """
         first, n_all = max(n_rows, 1), n_rows + n_prompt_rows
         if n_all == first:
             return
         row_s = max(slowest_s - self.seconds(first), 0.0) / (n_all - first)
         bits = n_all.bit_length()
-        known = self._prompt_row_s.get(bits, row_s)
-        more = _LEARN * (row_s - known)
-        if known:
-            for other in self._prompt_row_s:
-                self._prompt_row_s[other] *= 1 + more / known
-        self._prompt_row_s[bits] = known + more
+        self._prompt_row_s.setdefault(bits, row_s)
+        for other, known in self._prompt_row_s.items():
+            self._prompt_row_s[other] += (_LEARN if other == bits else _FORGET_PROMPT) * (row_s - known)
 
     def prompt_s(self, n_rows: int, n_prompt_rows: int) -> float:
         """Time in its slowest stage of a run with `n_prompt_rows` tokens of prompts and draft tokens, and `n_rows`

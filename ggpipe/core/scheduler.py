@@ -270,24 +270,23 @@ class Scheduler:
 
     def _submit(self, schedule: Sequence[ScheduledRows], actions: list[SchedulerAction]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
-        for scheduled in schedule:
-            state = scheduled.state
-            if scheduled.n_prompt and state.saves_prompt and state.n_past == len(state.prompt) - 1:
+        prompts = [scheduled.state for scheduled in schedule if scheduled.n_prompt]
+        for state in prompts:
+            if state.saves_prompt and state.n_past == len(state.prompt) - 1:
                 state.is_saved = True
                 self._save(state, state.prompt[:-1], actions)
+            self._prefixes.checkpoint(state.prefix, state.n_past)
+        if self._limits.n_pauses and prompts:
+            self._admission.make_room()
+            actions += self._in_flight.submit_foreign_ops({state.tree.seq for state in prompts}, self._now)
         logits_requests: dict[LogitsRequest, int] = {}
-        parts = []
-        for scheduled in schedule:
-            if scheduled.n_prompt:
-                self._prefixes.checkpoint(scheduled.state.prefix, scheduled.state.n_past)
-            if (part := part_of(scheduled, self._in_flight.next_run, logits_requests)) is not None:
-                parts.append(part)
+        parts = [part for one in schedule if (part := part_of(one, self._in_flight.next_run, logits_requests)) is not None]
         if not parts:
             return False
         self._admission.make_room()
         pauses = self._pipeline.submitted(parts, only_one=len(parts) == len(self._states) == 1)
-        kept = (state.oldest_run for state in self._open_states() if state.keeps)
-        kept_from = min((run for run in kept if run is not None), default=None)
+        kept = [run for state in self._open_states() if state.keeps and (run := state.oldest_run) is not None]
+        kept_from = min(kept, default=None)
         actions.append(self._in_flight.submit(parts, tuple(logits_requests), self._now, kept_from, pauses))
         for part in parts:
             if isinstance(part.owner, PrefixState):

@@ -16,7 +16,7 @@ from msgspec import structs
 from ggpipe.core.dropped_rows import DeadRow, kept
 from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import LogitsRequest, Restore, Row, RowLogits, Run, RunResult, Save, Span
-from ggpipe.core.overtaking import overtakes
+from ggpipe.core.overtaking import divided, overtakes
 from support.fake_cache import FakeCache
 from support.fake_model import Tokens, chance
 
@@ -229,6 +229,8 @@ class FakePipeline:
         assert run.id not in self.in_flight
         assert run.id not in self.ended
         assert len(run.rows) <= self._n_rows, "more rows than a batch holds"
+        _, foreign = divided(run.ops, {seq for row in run.rows for seq in row.seqs})
+        assert not (run.pauses and foreign), "others wait for their own operations"
         for op in run.ops:
             self._plan.apply(op)
         if isinstance(run.save, Restore):
