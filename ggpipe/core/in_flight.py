@@ -149,8 +149,8 @@ class InFlight(Generic[Owner]):
         return SubmitRun(self._enter((), (), now))
 
     def submit_foreign_ops(self, seqs: set[int], now: float) -> Sequence[SubmitRun]:
-        """Put waiting operations that have nothing to do with these sequences into the pipeline. A run that pauses is to
-        follow: others would wait for it if it had operations on their sequences."""
+        """Put waiting operations that have nothing to do with these sequences into the pipeline. A run that pauses is
+        to follow: others would wait for it if it had operations on their sequences."""
         own, self.ops[:] = divided(self.ops, seqs)
         submitted = (self.submit_ops(now),) if self.ops else ()
         self.ops[:] = own

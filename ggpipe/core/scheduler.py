@@ -29,7 +29,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ggpipe.core.admission import Admission
 from ggpipe.core.batching import frontier
-from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows
+from ggpipe.core.batching.pipeline_state import PipelineState
 from ggpipe.core.batching.run_parts import part_of
 from ggpipe.core.batching.steering import Steering
 from ggpipe.core.draft_messages import MicroBatch
@@ -262,32 +262,33 @@ class Scheduler:
                 return
             choice = frontier.choose(self._pipeline, states)
             self._wake_at = choice.wake_at
-            if not (choice.schedule and self._submit(choice.schedule, actions)):
+            if not (choice.schedule and self._submit(choice, actions)):
                 return
 
     def _save(self, state: SequenceState, tokens: tuple[int, ...], actions: list[SchedulerAction]) -> None:
         actions.append(self._in_flight.submit_save(state, Save(state.id, state.tree.seq, tokens), self._now))
 
-    def _submit(self, schedule: Sequence[ScheduledRows], actions: list[SchedulerAction]) -> bool:
+    def _submit(self, choice: frontier.Choice, actions: list[SchedulerAction]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
-        prompts = [scheduled.state for scheduled in schedule if scheduled.n_prompt]
+        prompts = [scheduled.state for scheduled in choice.schedule if scheduled.n_prompt]
         for state in prompts:
             if state.saves_prompt and state.n_past == len(state.prompt) - 1:
                 state.is_saved = True
                 self._save(state, state.prompt[:-1], actions)
             self._prefixes.checkpoint(state.prefix, state.n_past)
-        if self._limits.n_pauses and prompts:
+        if choice.pauses:
             self._admission.make_room()
             actions += self._in_flight.submit_foreign_ops({state.tree.seq for state in prompts}, self._now)
         logits_requests: dict[LogitsRequest, int] = {}
-        parts = [part for one in schedule if (part := part_of(one, self._in_flight.next_run, logits_requests)) is not None]
+        found = [part_of(scheduled, self._in_flight.next_run, logits_requests) for scheduled in choice.schedule]
+        parts = [part for part in found if part is not None]
         if not parts:
             return False
         self._admission.make_room()
-        pauses = self._pipeline.submitted(parts, only_one=len(parts) == len(self._states) == 1)
+        self._pipeline.submitted(parts, len(parts) == len(self._states) == 1, choice.pauses)
         kept = [run for state in self._open_states() if state.keeps and (run := state.oldest_run) is not None]
         kept_from = min(kept, default=None)
-        actions.append(self._in_flight.submit(parts, tuple(logits_requests), self._now, kept_from, pauses))
+        actions.append(self._in_flight.submit(parts, tuple(logits_requests), self._now, kept_from, choice.pauses))
         for part in parts:
             if isinstance(part.owner, PrefixState):
                 self._transfer(part.owner, actions)

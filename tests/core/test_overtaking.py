@@ -53,7 +53,9 @@ def test_what_is_saved_has_its_place() -> None:
 
 
 OPS = st.lists(
-    st.builds(lambda seq, dst: KvOp(KvKind.RM if dst < 0 else KvKind.CP, seq, dst), st.integers(0, 8), st.integers(-1, 8))
+    st.builds(
+        lambda seq, dst: KvOp(KvKind.RM if dst < 0 else KvKind.CP, seq, dst), st.integers(0, 8), st.integers(-1, 8)
+    )
 )
 
 

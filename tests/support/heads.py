@@ -273,8 +273,8 @@ class Head:
         if run.save is not None and run.save.request in self.orders:
             self.transfers.append(run)
         if not run.rows:
-            done = [seen.finish is not None for seen in self.seen.values()]
-            assert run.save or self.limits.n_pauses or all((*done, *(seen.done is not None for seen in self.orders.values())))
+            done = [seen.finish for seen in self.seen.values()] + [seen.done for seen in self.orders.values()]
+            assert run.save or self.limits.n_pauses or None not in done
             return
         fresh = False
         for request in {row.request for row in run.rows}:

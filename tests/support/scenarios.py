@@ -195,7 +195,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     n_requests = draw(st.integers(1, 4))
 
     def limits(n_ctx: int) -> Limits:
-        n_prefixes = draw(st.integers(0, 3))
+        n_prefixes, partial_prefixes = draw(st.integers(0, 3)), draw(st.booleans())
         return Limits(
             n_ctx=n_ctx,
             n_batch=draw(st.sampled_from([1, 2, 5, 12, 12])),
@@ -204,11 +204,11 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             n_seq=draw(st.sampled_from([n_requests, n_requests + 1, 5, 9])) + n_prefixes,
             n_requests=n_requests,
             n_prefixes=n_prefixes,
-            partial_prefixes=draw(st.booleans()),
+            partial_prefixes=partial_prefixes,
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
             drafts_late=draw(st.booleans()),
             sharing=draw(SHARING),
-            n_pauses=draw(PAUSES),
+            n_pauses=draw(PAUSES) if partial_prefixes else 0,
         )
 
     return Scenario(
@@ -288,7 +288,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
         return Restored(tokens, (7, 8, 9) if draw(st.booleans()) and limits.partial_prefixes else ())
 
     def limits(n_in_flight: int) -> Limits:
-        n_prefixes = draw(st.integers(1, 4))
+        n_prefixes, partial_prefixes = draw(st.integers(1, 4)), draw(st.booleans())
         return Limits(
             n_ctx=draw(st.sampled_from([50, 90, 150])),
             n_batch=12,
@@ -297,11 +297,11 @@ def conversations(draw: st.DrawFn) -> Scenario:
             n_seq=draw(st.integers(n, 6)) + n_prefixes,
             n_requests=n,
             n_prefixes=n_prefixes,
-            partial_prefixes=draw(st.booleans()),
+            partial_prefixes=partial_prefixes,
             crowding=draw(st.sampled_from((0.0, 0.75, 1.5))),
             drafts_late=draw(st.booleans()),
             sharing=draw(SHARING),
-            n_pauses=draw(PAUSES),
+            n_pauses=draw(PAUSES) if partial_prefixes else 0,
         )
 
     target, draft = limits(draw(st.integers(1, 4))), limits(2)
@@ -329,7 +329,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
 def recurrent(draw: st.DrawFn) -> Scenario:
     """Conversations with a model whose states cannot go back, on up to four stages."""
     scenario = draw(conversations() | scenarios())
-    limits = replace(scenario.limits, partial_prefixes=False, rolls_back=False, drops_rows=False)
+    limits = replace(scenario.limits, partial_prefixes=False, rolls_back=False, drops_rows=False, n_pauses=0)
     return replace(
         scenario,
         limits=replace(limits, n_seq=limits.n_requests + limits.n_prefixes + draw(st.integers(0, 6))),

@@ -57,6 +57,8 @@ class Choice:
     schedule: Sequence[ScheduledRows] = ()
     wake_at: float | None = None
     """When to choose again, by the clock of `PipelineState.now`; None: only an event changes the choice."""
+    pauses: bool = False
+    """See `Run`."""
 
 
 def choose(pipeline: PipelineState, states: Sequence[SequenceState]) -> Choice:
@@ -81,7 +83,7 @@ def choose(pipeline: PipelineState, states: Sequence[SequenceState]) -> Choice:
     if waiting and not accepted.schedule:
         schedule = prompts.schedule(pipeline, waiting, decoding, ready, pipeline.n_awaited_runs(states))
         schedule = schedule if pipeline.limits.partial_prefixes else _unmixed(pipeline, schedule)
-        return Choice(schedule, wake_at=accepted.wake_at)
+        return Choice(schedule, accepted.wake_at, pipeline.pauses(schedule))
     if waiting:
         return accepted
     if ready:

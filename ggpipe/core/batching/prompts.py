@@ -84,16 +84,14 @@ def schedule(
 
 
 def _pausing(pipeline: PipelineState, waiting: Sequence[SequenceState], n_decoding: int) -> Sequence[ScheduledRows]:
-    """Tokens of prompts alone, in runs that pause for others; those with nothing but last tokens do not."""
+    """Tokens of prompts alone, in runs that pause for others, but for short ones."""
     if len(waiting) == 1 and not n_decoding:
         schedule = _alone(pipeline, waiting[0])
     else:
         n_rows = _chunk_rows(pipeline, waiting)
         n_rows = min(_run_rows(pipeline, n_decoding), n_rows) if n_decoding else min(n_rows, pipeline.limits.n_rows)
         schedule = _shared_out(waiting, n_rows)
-    states = [scheduled.state for scheduled in schedule]
-    are_roots = all(isinstance(state, RequestState) and state.n_past == len(state.prompt) - 1 for state in states)
-    n_in_flight = pipeline.n_in_flight if are_roots else pipeline.n_pausing
+    n_in_flight = pipeline.n_pausing if pipeline.pauses(schedule) else pipeline.n_in_flight
     return schedule if n_in_flight < pipeline.limits.n_in_flight else ()
 
 
