@@ -21,9 +21,12 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
+from ggpipe.core.messages import Run
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
+from ggpipe.errors import GgpipeError
 from ggpipe.llama.pauses import Pauses
+from ggpipe.llama.stage import Outcome, Stage
 
 N_CTX, N_PREDICT = 2048, 24
 SAMPLING = SamplingConfig(temp=0.8, seed=1)
@@ -65,7 +68,7 @@ def loaded(path: Path, n_ranks: int) -> Iterator[tuple[Session, list[int]]]:
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_outputs_keep_their_bits(n_ranks: int, speculation: SpeculationConfig, path: Path) -> None:
     prompts = [words(1, 9), words(2, 700), words(3, 500), words(4, 8), words(5, 400)]
-    with Reference(path, N_CTX, exact=True) as reference:
+    with Reference(path, N_CTX, exact=True) as reference:  # rows that libllama computes together have other bits here
         outputs = [tuple(reference.generate(prompt, SAMPLING, N_PREDICT, n_rows=1)) for prompt in prompts]
     oracle = Oracle(dict(zip(prompts, outputs, strict=True)), 5)
     with drafting(oracle), loaded(path, n_ranks) as (engine, pauses):
@@ -104,3 +107,21 @@ def test_a_prompt_is_stopped_beside_a_text(path: Path) -> None:
         assert other.stats.finish is Finish.STOPPED
     assert [tuple(text), tuple(after)] == outputs
     assert pauses
+
+
+def test_an_error_in_a_pause_ends_the_session(path: Path) -> None:
+    decode = Stage.decode
+
+    def failing(self: Stage, run: Run, *rest: object) -> Outcome:
+        if pauses and not run.pauses:
+            raise GgpipeError("broken")
+        return decode(self, run, *rest)  # type: ignore[arg-type]
+
+    with patch.object(Stage, "decode", failing), loaded(path, 2) as (engine, pauses):
+        first = engine.submit(asked(words(1, 9), SAMPLING, 400, ITERATIVE))
+        while first.stats.n_generated < 3:
+            engine.step()
+        engine.submit(asked(words(2, 900), SAMPLING, 5, ITERATIVE))
+        with pytest.raises(GgpipeError, match="broken"):
+            while first.is_active:
+                engine.step()
