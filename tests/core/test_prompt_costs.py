@@ -8,7 +8,7 @@ from ggpipe.core.run_cost import RunCost
 
 
 def learned(*runs: tuple[int, float]) -> RunCost:
-    """From runs of prompts alone: their rows, and what each row beyond the first takes. A run of one row takes 10 ms."""
+    """From runs of prompts alone: their rows, and what each beyond the first takes. A run of one row takes 10 ms."""
     cost = RunCost()
     cost.ended(1, 10e-3)
     for n_rows, row_s in runs:

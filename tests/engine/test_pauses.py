@@ -122,6 +122,10 @@ def test_an_error_in_a_pause_ends_the_session(path: Path) -> None:
         while first.stats.n_generated < 3:
             engine.step()
         engine.submit(asked(words(2, 900), SAMPLING, 5, ITERATIVE))
-        with pytest.raises(GgpipeError, match="broken"):
+
+        def serve() -> None:
             while first.is_active:
                 engine.step()
+
+        with pytest.raises(GgpipeError, match="broken"):
+            serve()
