@@ -34,7 +34,8 @@ ggml_status compute_with_pauses(Stage & stage, const ggml_cgraph * graph, const 
 }
 
 void Stage::pause() {
-    paused_.emplace(PausedRun{current_run_, std::move(wire), std::move(hidden), passing, threads, misplaced, missing});
+    paused_.emplace(PausedRun{
+        current_run_, std::move(wire), std::move(hidden), hidden_width, skips_logits, passing, threads, misplaced, missing});
     wire = {};
     pauses = false;
     end_run();
@@ -44,6 +45,8 @@ void Stage::resume() {
     current_run_ = paused_->run;
     wire = std::move(paused_->wire);
     hidden = std::move(paused_->hidden);
+    hidden_width = paused_->hidden_width;
+    skips_logits = paused_->skips_logits;
     passing = paused_->passing;
     threads = paused_->threads;
     misplaced = paused_->misplaced;

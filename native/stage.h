@@ -150,6 +150,8 @@ struct Stage {
         int64_t run;
         Wire wire;
         std::vector<uint8_t> hidden;
+        int64_t hidden_width;
+        bool skips_logits;
         const void * passing;
         Threads threads;
         int misplaced, missing;

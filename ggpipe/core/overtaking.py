@@ -55,7 +55,7 @@ class RunsDone:
     """Ids of the runs that a stage is through with: nearly all from 1 up to the latest one."""
 
     def __init__(self) -> None:
-        """None."""
+        """Of a stage that has not begun."""
         self._all_before = 1
         self._later: set[int] = set()
 

@@ -19,7 +19,7 @@ _MOST_ROWS = 64
 
 class Pauses:
     """The second context has the KV cells of the first one: see `native/pauses.cpp`. Its own are never touched, so they
-    take no memory. Between `want` and `pause`, all methods but `want` belong to the thread that decodes."""
+    take no memory. All methods but `want` belong to the thread that decodes."""
 
     def __init__(self, native_stage: native.Stage, context: int, own_memory: int, batch: LlamaBatch) -> None:
         """See `open_pauses`."""

@@ -322,13 +322,13 @@ class Stage:
         """In a pause: runs can be decoded that have no sequence in common with the one that pauses. What they result in
         has to be taken before this ends."""
         assert self.pauses is not None
-        before = self._context, self._batch, self._numbers
+        before = self._context, self._batch, self._numbers, self._kinds
         with self.pauses.pause():
             self._context, self._batch = self.pauses.context, self.pauses.batch
             try:
                 yield
             finally:
-                self._context, self._batch, self._numbers = before
+                self._context, self._batch, self._numbers, self._kinds = before
 
     @property
     def tapped(self) -> tuple[int, ...]:

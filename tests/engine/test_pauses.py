@@ -118,13 +118,10 @@ def test_an_error_in_a_pause_ends_the_session(path: Path) -> None:
         return decode(self, run, *rest)  # type: ignore[arg-type]
 
     with patch.object(Stage, "decode", failing), loaded(path, 2) as (engine, pauses):
-        first = engine.submit(asked(words(1, 9), SAMPLING, 400, ITERATIVE))
-        while first.stats.n_generated < 3:
-            engine.step()
-        engine.submit(asked(words(2, 900), SAMPLING, 5, ITERATIVE))
+        requests = [engine.submit(asked(words(i, n), SAMPLING, 400, ITERATIVE)) for i, n in ((1, 9), (2, 900))]
 
         def serve() -> None:
-            while first.is_active:
+            while any(request.is_active for request in requests):
                 engine.step()
 
         with pytest.raises(GgpipeError, match="broken"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.architectures import write
 from support.zoo import ZOO, make
 
@@ -36,13 +37,19 @@ def rows_of(tokens: Sequence[int], seq: int, start: int) -> tuple[Row, ...]:
     )
 
 
-def prompt_runs() -> list[Run]:
+def prompt_runs(hidden: bool = False) -> list[Run]:
+    """`hidden`: the hidden states of all rows are wanted, instead of the last row's logits."""
     tokens = np.random.default_rng(1).integers(1, 90, N_CHUNKS * CHUNK).tolist()
     starts = range(0, N_CHUNKS * CHUNK, CHUNK)
-    return [
+    runs = [
         Run(id=10 + i, rows=rows_of(tokens[at : at + CHUNK], 1, at), logits_requests=FULL, pauses=True)
         for i, at in enumerate(starts)
     ]
+    if not hidden:
+        return runs
+    wanted = (LogitsRequest(LogitsKind.HIDDEN),)
+    rows = [tuple(structs.replace(row, logits_request=0) for row in run.rows) for run in runs]
+    return [structs.replace(run, rows=own, logits_requests=wanted) for run, own in zip(runs, rows, strict=True)]
 
 
 def short_runs() -> list[Run]:
@@ -71,13 +78,13 @@ def two_stages(path: Path, context: ContextConfig) -> Iterator[list[Stage]]:
 class Computed:
     """Both kinds of runs through two stages, the short ones in pauses of the others or behind each of them."""
 
-    def __init__(self, stages: Sequence[Stage], pauses: bool) -> None:
+    def __init__(self, stages: Sequence[Stage], pauses: bool, hidden: bool) -> None:
         self.n_pauses = 0
         self.outcomes: dict[tuple[int, int], Outcome] = {}
         """By stage and run."""
         each = -(-len(short_runs()) // N_CHUNKS)
         short = iter(short_runs())
-        for run in prompt_runs():
+        for run in prompt_runs(hidden):
             beside = list(itertools.islice(short, each))
             for number, stage in enumerate(stages):
                 left = list(beside)
@@ -106,11 +113,11 @@ class Computed:
         self.outcomes[number, run.id] = stages[number].decode(run, incoming)
 
 
-def check(path: Path, context: ContextConfig) -> None:
+def check(path: Path, context: ContextConfig, hidden: bool = False) -> None:
     with two_stages(path, context) as stages:
-        ours = Computed(stages, pauses=True)
+        ours = Computed(stages, True, hidden)
     with two_stages(path, context) as stages:
-        theirs = Computed(stages, pauses=False)
+        theirs = Computed(stages, False, hidden)
     assert ours.n_pauses > 2 * N_CHUNKS, "no pauses between layers"
     assert theirs.n_pauses == 0
     for of, outcome in theirs.outcomes.items():
@@ -126,6 +133,10 @@ def check(path: Path, context: ContextConfig) -> None:
 def test_pauses_change_no_bit(name: str, exact: bool, folder: Path) -> None:
     path = make(name, folder / f"{name}.gguf") if name in ZOO else write(name, folder / f"{name}.gguf", n_layer=4)
     check(path, ContextConfig(n_ctx=256, n_seq=3, exact=exact))
+
+
+def test_hidden_states_are_those_of_the_run_that_paused(folder: Path) -> None:
+    check(make("llama", folder / "llama.gguf"), ContextConfig(n_ctx=256, n_seq=3), hidden=True)
 
 
 def test_a_run_can_be_cancelled_in_its_pause(folder: Path) -> None:
