@@ -277,11 +277,10 @@ class VirtualStage:
     def _first_s(self, job: _Job, part: StagePart, work_s: float) -> float:
         """What a part computes before it may pause, of a run that takes this long."""
         job.resumed_s = self._clock.now
-        if not job.run.pauses:
-            return work_s
-        job.n_layers = self._n_layers
-        job.part_s[part] = work_s / self._n_layers
-        return job.part_s[part]
+        if job.run.pauses:
+            job.n_layers = self._n_layers
+            work_s = job.part_s[part] = work_s / self._n_layers
+        return work_s
 
     def _start(self, job: _Job, part: StagePart, work_s: float) -> None:
         task = job.tasks[part] = CpuTask(
@@ -345,14 +344,12 @@ class VirtualStage:
         self._cancelled.discard(run.id)
         for part in self._shared:
             part.process.computes(-1)
-        compute_s = job.computed_s + max(now - max(job.resumed_s, job.decode_s), 0.0)
-        n_bytes = header_bytes(run)
         n_rows = 0 if run.cancelled else len(job.rows)
-        n_bytes += self._row_bytes * n_rows
+        n_bytes = header_bytes(run) + self._row_bytes * n_rows
         span = Span(
             rank=self._rank,
             start_s=job.start_s,
-            compute_s=compute_s,
+            compute_s=job.computed_s + max(now - max(job.resumed_s, job.decode_s), 0.0),
             busy_s=now - job.start_s - job.paused_s,
             sent_bytes=n_bytes,
             n_rows=n_rows,

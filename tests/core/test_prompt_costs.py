@@ -31,6 +31,6 @@ def test_a_wrong_first_time_does_not_go_into_others() -> None:
 
 
 def test_times_of_other_lengths_are_forgotten() -> None:
-    """Rows get dearer as a prompt goes on. The next prompt begins anew, and finds out what is better."""
+    """Rows get dearer towards the end of a prompt. Those of the next prompt show again which length is better."""
     cost = learned((20, 5e-3), *[(200, 1e-3)] * 150)
     assert cost.prompt_row_s(20) == pytest.approx(1e-3, rel=0.3)
