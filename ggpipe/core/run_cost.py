@@ -121,8 +121,8 @@ class RunCost:
     def prompt_ended(self, n_rows: int, n_prompt_rows: int, slowest_s: float) -> None:
         """A run with `n_prompt_rows` tokens of prompts, draft tokens included, and `n_rows` accepted ones came back.
 
-        Rows get dearer as the prompt goes on. So what other numbers of rows took is forgotten, bit by bit: those that
-        seem dear now are tried again.
+        Rows get dearer towards the end of a prompt. So what other numbers of rows took is forgotten, bit by bit: those
+        that seem dear now are tried again.
         """
         first, n_all = max(n_rows, 1), n_rows + n_prompt_rows
         if n_all == first:
