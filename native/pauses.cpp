@@ -13,7 +13,7 @@
 namespace ggpipe {
 
 namespace {
-// libllama's names of what a layer's attention and all of it add to the hidden state.
+// libllama's names of the hidden state after a layer's attention, and after the whole layer.
 bool ends_part(const ggml_tensor * node) {
     return !strncmp(node->name, "l_out-", 6) || !strncmp(node->name, "ffn_inp-", 8);
 }

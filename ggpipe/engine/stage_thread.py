@@ -148,7 +148,7 @@ class StageThread:
         self._resumed_at = 0.0
         """When the run that pauses was begun, or continued."""
         self._failed: Exception | None = None
-        """In a pause."""
+        """What a run in a pause raised."""
         self._computing: Run | None = None
         self._closing = False
         self._stage: Stage | None = None

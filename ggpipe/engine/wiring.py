@@ -120,7 +120,7 @@ def stage_loader(
             group.join() if group is not None else None,
             warmup,
             inputs,
-            pauses=model == TARGET and config.n_requests > 1 and layers != (0, model_file.n_layer),
+            pauses=model == TARGET and config.n_requests > 1 and not inputs and layers != (0, model_file.n_layer),
         )
         for one in files:
             if one is not None:

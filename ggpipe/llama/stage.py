@@ -315,7 +315,7 @@ class Stage:
     @property
     def can_pause(self) -> bool:
         """Whether runs with `Run.pauses` pause for others."""
-        return self.pauses is not None and self._layer_inputs is None
+        return self.pauses is not None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

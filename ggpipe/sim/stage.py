@@ -196,7 +196,7 @@ class VirtualStage:
     def take(self, run: Run, spans: tuple[Span, ...]) -> None:
         """Queue a run that arrived, at all parts."""
         self._queue.append(_Job(run=run, spans=spans))
-        if self._current is None:
+        if self._current is None and self._paused is None:
             self._next()
 
     def cancel(self, cancelled: CancelRuns, by_message: bool) -> None:

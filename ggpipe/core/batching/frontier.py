@@ -78,16 +78,14 @@ def choose(pipeline: PipelineState, states: Sequence[SequenceState]) -> Choice:
                 ready.append(state)
     ready.sort(key=lambda state: state.root_since)
     accepted = Choice()
-    if waiting and ready and pipeline.limits.n_pauses:
+    if ready and (pipeline.limits.n_pauses or not waiting):
         accepted = _accepted(pipeline, decoding, ready)
     if waiting and not accepted.schedule:
         schedule = prompts.schedule(pipeline, waiting, decoding, ready, pipeline.n_awaited_runs(states))
         schedule = schedule if pipeline.limits.partial_prefixes else _unmixed(pipeline, schedule)
         return Choice(schedule, accepted.wake_at, pipeline.pauses(schedule))
-    if waiting:
+    if waiting or ready:
         return accepted
-    if ready:
-        return _accepted(pipeline, decoding, ready)
     return _draft_tokens(pipeline, decoding) if decoding else Choice()
 
 
