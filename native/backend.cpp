@@ -186,7 +186,8 @@ ggml_status local_compute(ggml_backend_t b, ggml_cgraph * whole) {
     if (s.group) {  // libllama does not ask the meta device for what is below it
         if (s.group->stopped) return GGML_STATUS_ABORTED;
         local_set_threads(b, s.threads.n);
-        s.group->graphs.computes(b, graph);
+        s.group->graphs->computes(b, graph);
+        if (s.group->graphs->is_recording()) return GGML_STATUS_SUCCESS;
         if (graph->uid < kRepeatedUids) part.uid = 0;  // the meta device's graph, whose nodes may get the flag to be computed later
         graph = &part;
     }
@@ -202,7 +203,7 @@ ggml_status local_compute(ggml_backend_t b, ggml_cgraph * whole) {
     const bool streams = s.streamed && !s.streamed->is_whole();
     const auto stops = [&] { return !s.group && s.aborted(); };  // a group's parts agree where they stop
     const ggml_status status = streams ? s.streamed->compute(graph, compute, stops)
-                               : s.pauses ? compute_with_pauses(s, graph, compute) : compute(graph);
+                               : s.pauses && !s.group ? compute_with_pauses(s, graph, compute) : compute(graph);  // a group's parts agree in sums
     if (hidden_at >= 0 && status == GGML_STATUS_SUCCESS) {
         const ggml_tensor * t = whole->nodes[hidden_at];
         s.hidden.assign((const uint8_t *) t->data, (const uint8_t *) t->data + ggml_nbytes(t));

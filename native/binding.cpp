@@ -121,7 +121,9 @@ NB_MODULE(_native, m) {
         .def("can_accept", &GrammarGuard::can_accept, "sampler"_a, "id"_a, "steps"_a, "Whether it can advance by this token.");
 
     nb::class_<GroupSum>(m, "GroupSum", "Adds up tensors over the parts of a group; see native/group_sum.h.")
-        .def("sum", [](GroupSum & s, uintptr_t data, size_t n, bool stop) { return s.sum((float *) data, n, stop); }, "data"_a,
+        .def("sum", [](GroupSum & s, uintptr_t data, size_t n, bool stop) {
+            return bool(s.sum((float *) data, n, stop ? uint32_t(GroupSum::kStop) : 0) & GroupSum::kStop);
+        }, "data"_a,
              "n"_a, "stop"_a, released, "Add up n floats at this address over all parts, in place. True: a part wants to stop, or is lost.")
         .def("take_times", &GroupSum::take_times,
              "How many floats each sum since the last call had, and its seconds. The first call begins to measure.")
@@ -221,7 +223,7 @@ NB_MODULE(_native, m) {
                      "In a group: a tensor whose parts cannot be added up.")
         .def_prop_ro("undividable", [](Stage & s) { return s.group ? s.group->undividable : std::string(); },
                      "In a group, after loading: a weight that is to be divided, and whose rows are one block each.")
-        .def_prop_ro("new_graphs", [](Stage & s) { return s.group ? s.group->graphs.n_new : 0; },
+        .def_prop_ro("new_graphs", [](Stage & s) { return s.group ? s.group->graphs->n_new : 0; },
                      "In a group: graphs that ggml's meta device had to divide; others were known.")
         .def_prop_ro("columns", [](Stage & s) { return s.group->columns; },
                      "In a group of the last stage: how many columns of the last run's logits each part has, in their order.")

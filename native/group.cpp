@@ -33,7 +33,7 @@ Group::Split split_by(const Group::Cut & cut, const ggml_tensor * t) {
 // Which part has what of a weight or a KV cache.
 Group::Split split_of(const ggml_tensor * t, void * group) {
     Group & g = *(Group *) group;
-    g.graphs.adopt(t->buffer);
+    g.graphs->adopt(t->buffer);
     const auto known = g.splits.find(t);
     if (known != g.splits.end()) return known->second;
     ggml_tensor asked = *t;
@@ -70,9 +70,12 @@ size_t part_size(ggml_backend_buffer_type_t type, const ggml_tensor * t) {
 }
 ggml_status init_part(ggml_backend_buffer_t b, ggml_tensor * t) {
     Group & g = group_of(b);
-    g.graphs.made(g.part, t);
+    g.graphs->made(g.part, t);
     if (t->view_src || b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE) return GGML_STATUS_SUCCESS;
-    if (!g.stage.loading) { g.own_cells[t->name] = t; return GGML_STATUS_SUCCESS; }
+    if (!g.stage.loading) {
+        if (!g.is_paused()) g.own_cells[t->name] = t;  // the second context has the first one's
+        return GGML_STATUS_SUCCESS;
+    }
     g.stage.weights.push_back(t->name);
     if (const Group::Extra * extra = g.repacker_of(t)) {
         t->buffer = extra->label;
@@ -86,7 +89,7 @@ ggml_status init_part(ggml_backend_buffer_t b, ggml_tensor * t) {
     return GGML_STATUS_SUCCESS;
 }
 ggml_status init_hollow(ggml_backend_buffer_t b, ggml_tensor * t) {
-    group_of(b).graphs.made(device_of(b->buft->device).part, t);
+    group_of(b).graphs->made(device_of(b->buft->device).part, t);
     return GGML_STATUS_SUCCESS;
 }
 // The same `n` bytes from each of `times` places. A slice that lies in the file in one piece is used there; so is one of
@@ -155,8 +158,8 @@ void * comm_init(ggml_backend_t * backends, size_t) { return &group_of(backends[
 void comm_free(void *) {}
 bool comm_sum(void * group, ggml_tensor ** slices) {
     Group & g = *(Group *) group;
-    g.graphs.sums(slices[g.part]);
-    g.add_up(slices[g.part]);
+    g.graphs->sums(slices[g.part]);
+    if (!g.graphs->is_recording()) g.add_up(slices[g.part]);
     return true;
 }
 void * reg_function(ggml_backend_reg_t, const char * name) {
@@ -169,7 +172,7 @@ void * reg_function(ggml_backend_reg_t, const char * name) {
 
 Group::Group(Stage & stage, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask, const void * model, bool split_attention, Cuts cuts)
     : columns(n_parts), asked{size_t(n_parts), model}, sum(std::move(sum)), stage(stage), part(part), ask(ask),
-      split_attention(split_attention), cuts(std::move(cuts)), graphs(*this) {
+      split_attention(split_attention), cuts(std::move(cuts)), own_graphs(*this), graphs_in_pauses(*this) {
     check_split();
     std::vector<ggml_backend_dev_t> devices;
     for (int i = 0; i < n_parts; i++) {
@@ -186,7 +189,7 @@ Group::Group(Stage & stage, int part, int n_parts, std::shared_ptr<GroupSum> sum
         devices.push_back(&d.dev);
     }
     device = ggml_backend_meta_device(devices.data(), n_parts, split_of, this);
-    graphs.adopt(device);
+    graphs->adopt(device);
     for (auto * type = repacking_types(stage); type && *type; type++) {
         Extra extra = {ggml_backend_buft_alloc_buffer(*type, 64), ggml_backend_buffer_init(*type, kLabel, this, SIZE_MAX)};
         ggml_backend_buffer_set_usage(extra.label, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
@@ -230,7 +233,12 @@ void Group::add_up(ggml_tensor * slice) {
     const bool can = slice->type == GGML_TYPE_F32 && ggml_is_contiguous(slice);
     if (!can) unsummable = slice->name;
     if (!(slice->flags & GGML_TENSOR_FLAG_COMPUTE)) memset(slice->data, 0, ggml_nbytes(slice));  // we have nothing of its sources
-    stopped |= !can || sum->sum((float *) slice->data, ggml_nelements(slice), stage.aborted());
+    if (!can) return void(stopped = true);
+    const bool pauses = part == 0 && stage.pauses && graphs->may_pause() && stage.wants_pause.exchange(false);  // part 0 decides
+    const uint32_t wants = (stage.aborted() ? uint32_t(GroupSum::kStop) : 0) | (pauses ? uint32_t(GroupSum::kPause) : 0);
+    const uint32_t wanted = sum->sum((float *) slice->data, ggml_nelements(slice), wants);
+    if (wanted & GroupSum::kStop) stopped = true;
+    else if (wanted & GroupSum::kPause) stage.at_pause();
 }
 
 // Who repacks a slice, if anybody does: libllama's choice for a model that is all on the CPU. Of matrices of heads, nobody:
@@ -270,9 +278,21 @@ std::optional<size_t> Group::load_next() {
     return next.own_bytes;
 }
 
+void Group::pause() {
+    graphs = &graphs_in_pauses;
+    graphs->put_back();
+}
+
+void Group::resume() {
+    graphs = &own_graphs;
+    graphs->put_back();
+    stopped = false;  // it had not been
+    std::fill(columns.begin(), columns.end(), 0);
+}
+
 void Group::begin_run() {
     stopped = false;
-    graphs.begin_run();
+    graphs->begin_run();
     std::fill(columns.begin(), columns.end(), 0);
 }
 

@@ -37,6 +37,9 @@ struct Group {
     std::vector<Left> left;  // the last one comes next
 
     void begin_run();
+    void pause();  // see Stage
+    void resume();
+    bool is_paused() const { return graphs == &graphs_in_pauses; }
     bool stopped = false;          // all parts agreed to end this run
     std::vector<int64_t> columns;  // of each part, of the logits that were last read, where this stage is the last one
 
@@ -55,7 +58,8 @@ struct Group {
     const Ask ask;
     const bool split_attention;
     const Cuts cuts;
-    GroupGraphs graphs;
+    GroupGraphs own_graphs, graphs_in_pauses;  // of the two contexts
+    GroupGraphs * graphs = &own_graphs;        // of the one in which a run is computed
     std::vector<std::unique_ptr<Device>> hollow;
     std::map<const ggml_tensor *, Split> splits;          // of weights and KV caches: their names are hidden at times
     std::map<std::string, ggml_tensor *> wholes;          // the weights

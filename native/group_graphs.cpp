@@ -4,7 +4,10 @@
 // how each tensor is divided and makes every part's slices of it, which takes it about 5 us a tensor and part. But what it
 // makes follows from the tensors alone, which lie at the same places when a graph comes again. So their placing waits until
 // the graph is whole: slices of a known graph are put back where the meta device had made them, and their nodes are computed
-// and summed here, in the same steps. Only new graphs reach the meta device.
+// and summed here, in the same steps. Only new graphs reach the meta device, which is asked for its steps before any is computed.
+//
+// Two contexts with the same KV cells, see pauses.cpp, have graphs of their own. But slices of views of these cells are in the
+// cells' buffer, in the same places for both, so they are put back whenever the other context has computed.
 #include "group_graphs.h"
 
 #include <algorithm>
@@ -27,7 +30,7 @@ decltype(ggml_backend_buffer_type_i::alloc_buffer) meta_alloc;
 decltype(ggml_backend_i::graph_compute) meta_compute;
 ggml_backend_buffer_i meta_buffer;
 
-GroupGraphs & graphs_of(ggml_backend_dev_t meta) { return ((Device *) meta->reg->context)->stage->group->graphs; }
+GroupGraphs & graphs_of(ggml_backend_dev_t meta) { return *((Device *) meta->reg->context)->stage->group->graphs; }
 GroupGraphs & graphs_of(ggml_backend_buffer_t b) { return graphs_of(b->buft->device); }
 }  // namespace
 
@@ -89,7 +92,7 @@ GroupGraphs::Graph * GroupGraphs::current() {
     const auto known = std::find_if(graphs_.begin(), graphs_.end(), [this](const Graph & g) { return g.is_of(placed_); });
     if (known != graphs_.end()) {
         graphs_.splice(graphs_.begin(), graphs_, known);
-        for (const Tensor & t : known->tensors) *t.slice = t.slice_bytes;
+        put_back();
     } else {
         if (graphs_.size() == kMostGraphs) graphs_.pop_back();
         graphs_.emplace_front();
@@ -173,29 +176,48 @@ ggml_status GroupGraphs::compute(ggml_backend_t meta, ggml_cgraph * graph) {
     const int n_nodes = ggml_graph_n_nodes(graph);
     if (!current || n_nodes == 0) return meta_compute(meta, graph);
     const ggml_tensor * first = ggml_graph_node(graph, 0);
-    for (Split & split : current->splits) {
-        if (split.first == first && split.n_nodes == n_nodes) return g.repeat(split);
+    auto split = std::find_if(current->splits.begin(), current->splits.end(), [&](const Split & s) {
+        return s.first == first && s.n_nodes == n_nodes;
+    });
+    const bool is_new = split == current->splits.end();
+    if (is_new) {
+        split = current->splits.insert(split, Split{first, n_nodes, {}, nullptr, {}, {}});
+        if (!g.record(*current, *split, meta, graph)) return GGML_STATUS_FAILED;
     }
-    Split & split = current->splits.emplace_back(Split{first, n_nodes, {}, nullptr, {}, {}});
-    g.recording_ = &split;
-    g.lacking_.clear();
-    g.to_compute_.clear();
-    for (int i = 0; i < n_nodes; i++) {
-        const Tensor * t = current->find(ggml_graph_node(graph, i));
-        if (t && (t->whole->flags & GGML_TENSOR_FLAG_COMPUTE)) g.to_compute_.insert(t->slice);
-    }
-    const ggml_status status = meta_compute(meta, graph);
-    g.recording_ = nullptr;
-    for (size_t i = 0; i < split.nodes.size(); i++) {  // also views of what we have nothing of
-        if (Tensor * t = current->find(ggml_graph_node(graph, i))) t->slice = split.nodes[i];
-    }
-    current->complete = status == GGML_STATUS_SUCCESS;
-    for (Tensor & t : current->tensors) {
-        if (t.slice) t.slice_bytes = *t.slice;
-        else current->complete = false;
-    }
-    if (!current->complete) current->splits.pop_back();
+    // In another context, the meta device forgets slices of views of KV cells. A graph of several splits would need them.
+    const int n_results = std::count_if(current->tensors.begin(), current->tensors.end(), [](const Tensor & t) { return t.whole->op != GGML_OP_NONE; });
+    g.may_pause_ = current->complete && n_results <= n_nodes;
+    const ggml_status status = g.repeat(*split);
+    g.may_pause_ = false;
+    if (!current->complete) current->splits.erase(split);
     return status;
+}
+
+// Has the meta device say what it would compute, and in which steps. False: it can't.
+bool GroupGraphs::record(Graph & graph, Split & split, ggml_backend_t meta, ggml_cgraph * nodes) {
+    recording_ = &split;
+    lacking_.clear();
+    to_compute_.clear();
+    for (int i = 0; i < split.n_nodes; i++) {
+        const Tensor * t = graph.find(ggml_graph_node(nodes, i));
+        if (t && (t->whole->flags & GGML_TENSOR_FLAG_COMPUTE)) to_compute_.insert(t->slice);
+    }
+    const bool done = meta_compute(meta, nodes) == GGML_STATUS_SUCCESS;
+    recording_ = nullptr;
+    for (size_t i = 0; i < split.nodes.size(); i++) {  // also views of what we have nothing of
+        if (Tensor * t = graph.find(ggml_graph_node(nodes, i))) t->slice = split.nodes[i];
+    }
+    graph.complete = done;
+    for (Tensor & t : graph.tensors) {
+        if (t.slice) t.slice_bytes = *t.slice;
+        else graph.complete = false;
+    }
+    return done;
+}
+
+void GroupGraphs::put_back() {
+    if (graphs_.empty() || !graphs_.front().complete) return;
+    for (const Tensor & t : graphs_.front().tensors) *t.slice = t.slice_bytes;
 }
 
 void GroupGraphs::computes(ggml_backend_t ours, ggml_cgraph * graph) {

@@ -23,6 +23,9 @@ class GroupGraphs {
     void adopt(ggml_backend_dev_t meta);       // from now on, what ggml's meta device is asked comes here first
     void adopt(ggml_backend_buffer_t buffer);  // of the meta device
     void begin_run() { placed_.clear(); }      // an earlier run may have ended between placing and computing
+    void put_back();                           // the current graph's slices, where those of another context's graphs may have been made
+    bool is_recording() const { return recording_; }  // the meta device is asked what it would do: nothing is computed yet
+    bool may_pause() const { return may_pause_; }     // another context's graphs may be made between the steps of this one
 
     int n_new = 0;  // graphs that were not known
 
@@ -68,6 +71,7 @@ class GroupGraphs {
     Graph * current();
     Tensor * find(const ggml_tensor * whole);  // in the current graph
     void make();
+    bool record(Graph & graph, Split & split, ggml_backend_t meta, ggml_cgraph * nodes);
     void keep_independent(ggml_cgraph * graph);
     ggml_status repeat(Split & split);
 
@@ -75,6 +79,7 @@ class GroupGraphs {
     ggml_backend_reg reg_ = {};           // the meta device's, which has none
     std::vector<ggml_tensor *> placed_;   // since the last graph
     std::list<Graph> graphs_;             // the current one, if any, comes first
+    bool may_pause_ = false;
     Tensor * making_ = nullptr;           // of the current graph's
     Split * recording_ = nullptr;
     std::unordered_set<const ggml_tensor *> to_compute_, lacking_;  // of the recorded split; without their sources

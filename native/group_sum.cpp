@@ -2,7 +2,7 @@
 //
 // A small sum is one message from each part to each other. Where that would be many bytes, each part adds up a range for all
 // (reduce-scatter) and sends the others its sums (allgather). A large sum goes in pieces, of which the next may be on its way
-// while one is finished. `stop` rides in the head of the first messages.
+// while one is finished. What the parts want rides in the head of the first messages.
 //
 // As 16-bit floats, all parts' values are rounded before they are added up as 32-bit floats, each by at most 2^-11 of itself,
 // and so are sums that are sent on; what 16 bits cannot hold becomes +-65504. All parts still get equal bits.
@@ -24,7 +24,7 @@ constexpr size_t kExtra = 24 << 10;  // bytes that a part sends in about the tim
 constexpr size_t kBlock = 1024, kLine = 16;  // floats: what is added up at a time, and a cache line
 constexpr float kLargestHalf = 65504;
 
-struct alignas(16) Head { uint32_t n, stop; };
+struct alignas(16) Head { uint32_t n, wants; };
 
 // ggml's CPU backend converts many times as fast as ggml's base, which is always available.
 template <class F> F * fastest(const char * name, F * base) {
@@ -51,8 +51,8 @@ size_t GroupSum::message_bytes(size_t n) const { return sizeof(Head) + n * (halv
 
 size_t GroupSum::offset(const Piece & piece, int part) const { return piece.shares ? kOutbox / n_parts_ / 64 * 64 * part : 0; }
 
-void GroupSum::pack(uint8_t * message, const float * data, size_t n, bool stop) const {
-    const Head head = {uint32_t(n), stop};
+void GroupSum::pack(uint8_t * message, const float * data, size_t n, uint32_t wants) const {
+    const Head head = {uint32_t(n), wants};
     memcpy(message, &head, sizeof head);
     if (!halves_) return void(memcpy(message + sizeof head, data, n * sizeof(float)));
     float block[kBlock];
@@ -77,12 +77,12 @@ void GroupSum::add(const std::vector<const uint8_t *> & messages, size_t n, floa
     }
 }
 
-bool GroupSum::sum(float * data, size_t n, bool stop) {
-    if (!timed_) return add_up(data, n, stop);
+uint32_t GroupSum::sum(float * data, size_t n, uint32_t wants) {
+    if (!timed_) return add_up(data, n, wants);
     const auto start = Clock::now();
-    stop = add_up(data, n, stop);
+    wants = add_up(data, n, wants);
     times_.emplace_back(n, std::chrono::duration<double>(Clock::now() - start).count());
-    return stop;
+    return wants;
 }
 
 std::vector<std::pair<size_t, double>> GroupSum::take_times() {
@@ -90,16 +90,16 @@ std::vector<std::pair<size_t, double>> GroupSum::take_times() {
     return std::exchange(times_, {});
 }
 
-bool GroupSum::add_up(float * data, size_t n, bool stop) {
+uint32_t GroupSum::add_up(float * data, size_t n, uint32_t wants) {
     const size_t n_pieces = n ? (n + kPiece - 1) / kPiece : 1, first = first_;
     first_ += n_pieces;
     for (size_t begun = 0, ended = 0; ended < n_pieces; ended++) {
         for (; begun < n_pieces && begun <= ended + ahead_; begun++) {
-            start((first + begun) % 2, data + begun * kPiece, std::min(kPiece, n - begun * kPiece), stop);
+            start((first + begun) % 2, data + begun * kPiece, std::min(kPiece, n - begun * kPiece), wants);
         }
-        if (!finish((first + ended) % 2, stop)) return true;
+        if (!finish((first + ended) % 2, wants)) return kStop;
     }
-    return stop;
+    return wants;
 }
 
 void GroupSum::send(const void * data, size_t bytes) {
@@ -115,18 +115,18 @@ void GroupSum::receive(int part, void * data, size_t bytes) {
     }
 }
 
-void GroupSum::start(int turn, float * data, size_t n, bool stop) {
+void GroupSum::start(int turn, float * data, size_t n, uint32_t wants) {
     if (lost()) return;
     const size_t others = n_parts_ - 1;
     Piece & piece = pieces_[turn] = {data, n, others * (others - 1) * message_bytes(n) > n_parts_ * kExtra};
     for (int p = 0; p < n_parts_; p++) {
         const Range r = range(piece, p);
-        if (p == 0 || piece.shares) pack(outbox(turn) + offset(piece, p), data + r.begin, r.size(), stop);
+        if (p == 0 || piece.shares) pack(outbox(turn) + offset(piece, p), data + r.begin, r.size(), wants);
     }
     carry(turn, false);
 }
 
-bool GroupSum::finish(int turn, bool & stop) {
+bool GroupSum::finish(int turn, uint32_t & wants) {
     const Piece & piece = pieces_[turn];
     const Range own = range(piece, part_);
     uint8_t * const mine = outbox(turn) + offset(piece, part_);
@@ -136,11 +136,11 @@ bool GroupSum::finish(int turn, bool & stop) {
         Head head;
         memcpy(&head, terms_[p], sizeof head);
         if (head.n != own.size()) abandon();  // it computes another graph
-        stop |= head.stop;
+        wants |= head.wants;
     }
     add(terms_, own.size(), piece.data + own.begin);
     if (!piece.shares) return !lost();
-    pack(mine, piece.data + own.begin, own.size(), stop);
+    pack(mine, piece.data + own.begin, own.size(), wants);
     carry(turn, true);
     if (!arrives(turn)) return false;
     for (int p = 0; p < n_parts_; p++) {

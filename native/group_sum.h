@@ -18,10 +18,10 @@ class GroupSum {
    public:
     virtual ~GroupSum() = default;
 
-    // Adds up all parts' `data` (n floats), in the parts' order, in place: all parts get equal bits. `stop`: this part
-    // wants to end its run. Returns true when any part wants to, the same on all parts; or when a part is lost, and then
-    // the data are of no use.
-    bool sum(float * data, size_t n, bool stop);
+    // Adds up all parts' `data` (n floats), in the parts' order, in place: all parts get equal bits. `wants`: what this part
+    // wants. Returns what any part wants, the same on all parts; kStop when a part is lost, and then the data are of no use.
+    enum Wants : uint32_t { kStop = 1, kPause = 2 };  // to end its run, or to pause it
+    uint32_t sum(float * data, size_t n, uint32_t wants);
 
     // How many floats each sum since the last call had, and its seconds. The first call begins to measure.
     std::vector<std::pair<size_t, double>> take_times();
@@ -70,10 +70,10 @@ class GroupSum {
     virtual bool receive_piece(int part, uint8_t * data, size_t bytes) = 0;
 
    private:
-    bool add_up(float * data, size_t n, bool stop);
-    void start(int turn, float * data, size_t n, bool stop);
-    bool finish(int turn, bool & stop);
-    void pack(uint8_t * message, const float * data, size_t n, bool stop) const;
+    uint32_t add_up(float * data, size_t n, uint32_t wants);
+    void start(int turn, float * data, size_t n, uint32_t wants);
+    bool finish(int turn, uint32_t & wants);
+    void pack(uint8_t * message, const float * data, size_t n, uint32_t wants) const;
     void add(const std::vector<const uint8_t *> & messages, size_t n, float * out) const;
     const size_t ahead_;  // pieces that are carried while one is finished
     const bool halves_;

@@ -8,7 +8,7 @@
 
 #include <cstring>
 
-#include "stage.h"
+#include "group.h"
 
 namespace ggpipe {
 
@@ -35,9 +35,10 @@ ggml_status compute_with_pauses(Stage & stage, const ggml_cgraph * graph, const 
 
 void Stage::pause() {
     paused_.emplace(PausedRun{
-        current_run_, std::move(wire), std::move(hidden), hidden_width, skips_logits, passing, threads, misplaced, missing});
+        current_run_, std::move(wire), std::move(hidden), hidden_width, skips_logits, pauses, passing, threads, misplaced, missing});
     wire = {};
     pauses = false;
+    if (group) group->pause();
     end_run();
 }
 
@@ -51,7 +52,8 @@ void Stage::resume() {
     threads = paused_->threads;
     misplaced = paused_->misplaced;
     missing = paused_->missing;
-    pauses = true;
+    pauses = paused_->pauses;
+    if (group) group->resume();
     paused_.reset();
 }
 

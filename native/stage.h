@@ -151,7 +151,7 @@ struct Stage {
         Wire wire;
         std::vector<uint8_t> hidden;
         int64_t hidden_width;
-        bool skips_logits;
+        bool skips_logits, pauses;
         const void * passing;
         Threads threads;
         int misplaced, missing;

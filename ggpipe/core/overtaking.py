@@ -14,6 +14,12 @@ from collections.abc import Iterable, Sequence
 from ggpipe.core.messages import KvOp, Run
 
 
+def pays(is_only_stage: bool, sparsity: float) -> bool:
+    """Whether a stage's long runs should pause at all. Not those of a dense model on its only stage: others' tokens
+    take next to no time within such a run. `sparsity`: see `RowWork`."""
+    return not is_only_stage or sparsity > 1
+
+
 def overtakes(paused: Run, waiting: Iterable[Run], most_rows: float) -> int | None:
     """Which of the runs that wait, in their order, is to be computed while a run pauses: the first one that is short,
     of at most `most_rows` rows, and has no sequence in common with those before it. None: there is none."""

@@ -259,29 +259,46 @@ class StageThread:
         """Called by the stage between two layers of a run that pauses: compute what may overtake it."""
         paused = self._computing
         assert paused is not None
-        start_s = time.monotonic()
-        own_s = start_s - self._resumed_at
+        now_s = time.monotonic()
+        end_s = (
+            2 * now_s - self._resumed_at
+        )  # after as long as its layer took, it continues, but for a run that is begun
         try:
             with stage.paused():
-                while not self._closing and (job := self._overtaking(paused, pauses.n_rows)) is not None:
+                job = self._overtaking(paused, pauses.n_rows)
+                while job is not None:
                     self._finish(stage, job)
-                    if time.monotonic() - start_s >= own_s:  # the others wait for its next layer
-                        pauses.want()
-                        break
+                    if is_over := time.monotonic() >= end_s:
+                        pauses.want()  # the others wait for its next layer
+                    job = self._overtaking(paused, pauses.n_rows, is_over)
         except Exception as e:  # it cannot go up through libllama
             self._failed = e
         self._resumed_at = time.monotonic()
         if self._failed or paused.id in self._cancelled:
             stage.cancel(paused.id)
 
-    def _overtaking(self, paused: Run, most_rows: int) -> _Job | None:
-        """The next run that is computed in a pause."""
-        place = overtakes(paused, [job.run for job in tuple(self._jobs)], most_rows)  # other threads add to them
-        if place is None:
-            return None
-        job = self._jobs[place]
-        del self._jobs[place]
-        return job
+    def _overtaking(self, paused: Run, most_rows: int, is_over: bool = False) -> _Job | None:
+        """The next run that is computed in a pause, unless that is over. Part 0 of a group chooses for all parts."""
+        place = None
+        if not (is_over or self._closing):
+            place = overtakes(paused, [job.run for job in tuple(self._jobs)], most_rows)  # other threads add to them
+        chosen = 0 if place is None else self._jobs[place].run.id
+        if self._group is not None:
+            chosen = self._group.told(chosen)
+        return self._arrived(chosen) if chosen else None
+
+    def _arrived(self, run: int) -> _Job | None:
+        """The job of a run; wait for it if it has only arrived at another part of the group. None: it does not come,
+        since this rank or another one leaves."""
+        start = time.monotonic()
+        while not self._closing and not (self._group is not None and self._group.is_lost):
+            for place, job in enumerate(tuple(self._jobs)):
+                if job.run.id == run:
+                    del self._jobs[place]
+                    return job
+            if self._pump is None or not self._pump():
+                self._wake.wait(poll_interval(time.monotonic() - start))
+        return None
 
     def _keep(self, stage: Stage, run: Run) -> None:
         if rows := stage.kept(run):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ggpipe.config.draft import DraftConfig, draft_cells
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
+from ggpipe.core import overtaking
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.layout import part_shares
@@ -19,6 +20,7 @@ from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import OnProgress
 from ggpipe.llama.libllama import native
 from ggpipe.llama.model_header import ModelHeader
+from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.stage import Stage
 from ggpipe.transport.base import Transport
@@ -101,6 +103,7 @@ def stage_loader(
         context = replace(context, n_ctx=draft_n_ctx(part, model_file, config.n_requests))
     if stream_memory_gb is not None:
         weights = replace(weights, load_mode="stream", stream_memory_gb=stream_memory_gb)
+    is_only, may_pause = layers == (0, model_file.n_layer), model == TARGET and config.n_requests > 1 and not inputs
     shares_cores = model != TARGET and transport.ranks_on_host > config.n_draft_ranks
 
     def load(progress: OnProgress) -> Stage:
@@ -120,7 +123,7 @@ def stage_loader(
             group.join() if group is not None else None,
             warmup,
             inputs,
-            pauses=model == TARGET and config.n_requests > 1 and not inputs and layers != (0, model_file.n_layer),
+            pauses=may_pause and overtaking.pays(is_only, shape_of(model_file).sparsity),
         )
         for one in files:
             if one is not None:

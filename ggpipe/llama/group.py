@@ -32,6 +32,8 @@ from ggpipe.llama.params import model_params
 
 _SPLIT_FUNCTION = "_Z33llama_meta_device_get_split_statePK11ggml_tensorPv"
 _NO_TOKEN = -1
+_LOST = "another rank of this group is lost"
+_SHIFTS = (30, 20, 10, 0)
 
 SPLIT_ATTENTION = frozenset(
     """
@@ -304,8 +306,22 @@ class Membership:
         numbers = (ctypes.c_float * max(n, 1))(*(float(row in dead) for row in range(n)))
         stop = self._sum.sum(ctypes.addressof(numbers), len(numbers), stop)
         if self.is_lost:
-            raise RunError("another rank of this group is lost")
+            raise RunError(_LOST)
         return stop, frozenset(row for row in range(n) if numbers[row] > 0)
+
+    def told(self, number: int) -> int:
+        """The number below 2^40 that part 0 gives; it does not matter what other parts give. All parts call this at the
+        same places.
+
+        Raises RunError when a part is lost.
+        """
+        assert self._sum is not None
+        own = number if self.part == 0 else 0
+        digits = (ctypes.c_float * 4)(*(float(own >> shift & 1023) for shift in _SHIFTS))  # 16 bits hold each
+        self._sum.sum(ctypes.addressof(digits), len(digits), False)
+        if self.is_lost:
+            raise RunError(_LOST)
+        return sum(int(digit) << shift for digit, shift in zip(digits, _SHIFTS, strict=True))
 
     def take_times(self) -> tuple[float, ...]:
         """Seconds of each sum inside decodes since the last call. The first call starts the measurement."""

@@ -76,7 +76,10 @@ def open_pauses(
     """
     native_stage.touch_cells = False  # those of the first one have their memory
     params = context_params(replace(config, n_ubatch=min(_MOST_ROWS, config.n_ubatch)), *threads)
-    if not (context := lib.llama_init_from_model(model, params)):
+    native_stage.pause()  # a group keeps graphs of each context
+    context = lib.llama_init_from_model(model, params)
+    native_stage.resume()
+    if not context:
         return None
     own, shared = lib.llama_get_memory(context), lib.llama_get_memory(first)
     if not native.replace_memory(context, own, shared):

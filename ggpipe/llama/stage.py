@@ -130,8 +130,8 @@ class Stage:
                     self._native, model_file, layers, model, self._keep, progress, group is not None, self._is_head
                 )
                 self._open_context(model, context, threads, n_prefixes, saves_states)
-            if pauses and self.rolls_back and not group and not self._native.streamed_bytes:
-                self._open_pauses()
+                if pauses and self.rolls_back and not self._native.streamed_bytes:
+                    self._open_pauses()
             own = own_layers(wanted_inputs, layers, model_file.n_layer)
             self._layer_inputs = LayerInputs(self._context, own, self._n_embd, model_file.n_layer) if own else None
             self.cut = self._dry_run()

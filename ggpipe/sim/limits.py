@@ -10,6 +10,7 @@ from ggpipe.config.draft import WINDOW
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.drafters import registry
 from ggpipe.core.layout import RankPlace, crowding
+from ggpipe.core.overtaking import pays
 from ggpipe.core.request import Limits
 from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
 
@@ -37,8 +38,10 @@ def target_limits(sizes: Sizes, cluster: VirtualCluster, speculation: Speculatio
     n_in_flight = sizes.n_in_flight or limits.n_in_flight
     sharing = registry.sharing(dict(enumerate(draft.drafter for draft in cluster.drafts)))
     taps = any(draft.taps for draft in cluster.drafts)
-    may_pause = limits.rolls_back and limits.n_requests > 1 < len(cluster.target.stages)
-    n_pauses = cluster.target.layout.fewest_layers - 1 if may_pause and not cluster.target.groups and not taps else 0
+    layout = cluster.target.layout
+    may_pause = limits.rolls_back and limits.n_requests > 1 and not taps
+    may_pause = may_pause and pays(len(layout.stages) == 1, limits.work.sparsity)
+    n_pauses = layout.fewest_layers - 1 if may_pause else 0
     return replace(
         limits, n_in_flight=n_in_flight, crowding=crowded, drafts_late=late, sharing=sharing, n_pauses=n_pauses
     )

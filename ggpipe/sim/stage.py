@@ -104,13 +104,13 @@ class _Job:
     n_left: int = 0
     """Parts that are still at it."""
     part_s: dict[StagePart, float] = field(default_factory=dict)
-    """Of a run that pauses: the time of each of its layers."""
-    n_layers: int = 0
-    """Layers that are left then."""
+    """Of a run that pauses: the time of each of its sections."""
+    n_sections: int = 0
+    """Those that are left then."""
     resumed_s: float = 0.0
     """When it was begun, or continued."""
     computed_s: float = 0.0
-    """Time of the layers that are done."""
+    """Time of the sections that are done."""
     paused_at_s: float = 0.0
     paused_s: float = 0.0
 
@@ -158,8 +158,7 @@ class StagePart:
 
 
 class VirtualStage:
-    """A stage at work, on one rank or on a group. A group's parts compute at the same time; then come their sums, as if
-    the parts waited for each other only once."""
+    """A stage at work, on one rank or on a group, whose parts compute at the same time and then wait for their sums."""
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class VirtualStage:
         self._alone = [part for part in parts if part.alone]
         self._shared = [part for part in parts if not part.alone]
         self._rank = rank
-        self._n_layers = n_layers
+        self._n_sections = 2 * n_layers if group is None else group.n_sums  # attention or FFN; then runs may pause
         self._row_bytes = row_bytes
         self._deliver = deliver
         self._queue: collections.deque[_Job] = collections.deque()
@@ -278,14 +277,13 @@ class VirtualStage:
         """What a part computes before it may pause, of a run that takes this long."""
         job.resumed_s = self._clock.now
         if job.run.pauses:
-            job.n_layers = self._n_layers
-            work_s = job.part_s[part] = work_s / self._n_layers
+            job.n_sections = self._n_sections
+            work_s = job.part_s[part] = work_s / self._n_sections
         return work_s
 
     def _start(self, job: _Job, part: StagePart, work_s: float) -> None:
-        task = job.tasks[part] = CpuTask(
-            work_s, part.spec.threads, part.weight, functools.partial(self._part_done, job, part), part.team
-        )
+        done = functools.partial(self._part_done, job, part)
+        task = job.tasks[part] = CpuTask(work_s, part.spec.threads, part.weight, done, part.team)
         part.cores.start(task)
 
     def _part_done(self, job: _Job, part: StagePart) -> None:
@@ -295,17 +293,19 @@ class VirtualStage:
         job.n_left -= 1
         if job.n_left:
             return
-        if job.n_layers > 1:
-            self._layer_done(job)
-        elif self._group is not None and job.run.rows and not job.run.cancelled:
+        end = functools.partial(self._section_done if job.n_sections > 1 else self._done, job)
+        if self._group is not None and job.run.rows and not job.run.cancelled:
             n_wanted = sum(row.logits_request >= 0 for row in job.rows)
-            self._clock.after(self._group.seconds(len(job.rows), n_wanted), lambda: self._done(job))
+            sums_s = self._group.seconds(len(job.rows), n_wanted) / (self._n_sections if job.run.pauses else 1)
+            self._clock.after(sums_s, end)
         else:
-            self._done(job)
+            end()
 
-    def _layer_done(self, job: _Job) -> None:
+    def _section_done(self, job: _Job) -> None:
         """A run that pauses may do so now."""
-        job.n_layers -= 1
+        if self._current is not job:
+            return
+        job.n_sections -= 1
         job.computed_s += self._clock.now - max(job.resumed_s, job.decode_s)
         if not self._overtake(job):
             self._continue(job)

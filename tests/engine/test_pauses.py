@@ -8,6 +8,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from support.commands import ROOT, TARGET
+from support.near_ties import differ_at_near_ties_only
 from support.oracle import Oracle, drafting
 from support.pipeline import local_session
 from support.reference import Reference
@@ -17,6 +19,7 @@ from support.zoo import make
 from ggpipe.channel.events import TokenReady
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.engine import EngineConfig
+from ggpipe.config.layer_split import parse_layer_split
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
@@ -25,11 +28,13 @@ from ggpipe.core.messages import Run
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
 from ggpipe.errors import GgpipeError
+from ggpipe.llama.inflate import Inflation, Mixture
 from ggpipe.llama.pauses import Pauses
 from ggpipe.llama.stage import Outcome, Stage
 
 N_CTX, N_PREDICT = 2048, 24
-SAMPLING = SamplingConfig(temp=0.8, seed=1)
+EXPERTS = Mixture(n_expert=8, n_used=2)
+SAMPLING, GREEDY = SamplingConfig(temp=0.8, seed=1), SamplingConfig(temp=0, ignore_eos=True)
 ITERATIVE = SpeculationConfig(mode="iterative")
 ASYNC = SpeculationConfig(drafters=("ngram",))
 Tokens = tuple[int, ...]
@@ -45,12 +50,12 @@ def words(first: int, n: int) -> Tokens:
 
 
 @contextmanager
-def loaded(path: Path, n_ranks: int) -> Iterator[tuple[Session, list[int]]]:
-    """A session, and a list that grows with each pause."""
+def loaded(path: Path, n_ranks: int, split: str = "") -> Iterator[tuple[Session, list[int]]]:
+    """A session, and a list that grows with each pause. `split`: with groups, whose rows are not exact."""
     config = EngineConfig(
         model=ModelConfig(path=path),
-        context=ContextConfig(n_ctx=N_CTX, n_ubatch=128, n_seq=12, exact=True),
-        pipeline=PipelineConfig(threads=(1,)),
+        context=ContextConfig(n_ctx=N_CTX, n_ubatch=128, n_seq=12, exact=not split),
+        pipeline=PipelineConfig(parse_layer_split(split)[0] if split else None, threads=(1,)),
         n_requests=3,
     )
     pauses: list[int] = []
@@ -79,6 +84,26 @@ def test_outputs_keep_their_bits(n_ranks: int, speculation: SpeculationConfig, p
                 if isinstance(event, TokenReady):
                     texts[event.request].append(event.token.id)
     assert [tuple(text) for text in texts.values()] == outputs
+    assert pauses
+
+
+@pytest.mark.parametrize("speculation", [ITERATIVE, ASYNC], ids=lambda speculation: speculation.mode)
+@pytest.mark.parametrize(("mixture", "split"), [(None, "0.5*2,0.5"), (None, "0,0.5*2,0.5*2"), (EXPERTS, "1.0*2")])
+def test_groups_pause(mixture: Mixture | None, split: str, speculation: SpeculationConfig, tmp_path: Path) -> None:
+    Inflation(TARGET, 4, 1, mixture=mixture).write(model := tmp_path / "model.gguf")
+    with Reference(model, N_CTX) as reference:
+        tale = reference.tokenize((ROOT / "prompts" / "tale.txt").read_text()) * 9
+        prompts = [tale[i : i + n] for i, n in ((1, 9), (2, 450), (3, 300), (4, 8), (5, 400))]
+        outputs = [tuple(reference.generate(prompt, GREEDY, N_PREDICT)) for prompt in prompts]
+    n_ranks = PipelineConfig(parse_layer_split(split)[0]).n_ranks
+    assert n_ranks is not None
+    oracle = Oracle(dict(zip(prompts, outputs, strict=True)), 5)
+    with drafting(oracle), loaded(model, n_ranks, split) as (engine, pauses):
+        requests = [engine.submit(asked(prompt, GREEDY, N_PREDICT, speculation)) for prompt in prompts]
+        while any(request.is_active for request in requests):
+            engine.step()
+        for request, prompt, output in zip(requests, prompts, outputs, strict=True):
+            differ_at_near_ties_only(list(request.token_ids), list(output), model, prompt)
     assert pauses
 
 

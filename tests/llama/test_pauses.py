@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 from support.architectures import write
+from support.groups import Parts
 from support.zoo import ZOO, make
 
 from ggpipe.config.context import ContextConfig
@@ -118,6 +119,11 @@ def check(path: Path, context: ContextConfig, hidden: bool = False) -> None:
         ours = Computed(stages, True, hidden)
     with two_stages(path, context) as stages:
         theirs = Computed(stages, False, hidden)
+    check_same(ours, theirs)
+
+
+def check_same(ours: Computed, theirs: Computed) -> None:
+    """With pauses and without."""
     assert ours.n_pauses > 2 * N_CHUNKS, "no pauses between layers"
     assert theirs.n_pauses == 0
     for of, outcome in theirs.outcomes.items():
@@ -137,6 +143,20 @@ def test_pauses_change_no_bit(name: str, exact: bool, folder: Path) -> None:
 
 def test_hidden_states_are_those_of_the_run_that_paused(folder: Path) -> None:
     check(make("llama", folder / "llama.gguf"), ContextConfig(n_ctx=256, n_seq=3), hidden=True)
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3moe", "deepseek2"])
+def test_parts_of_a_group_pause_at_the_same_places(name: str, shares: tuple[float, ...], folder: Path) -> None:
+    path = make(name, folder / f"{name}-group.gguf", n_ff=512)
+    file, context = ModelFile.open(path), ContextConfig(n_ctx=256, n_seq=3)
+    found = []
+    for pauses in (True, False):
+        parts = Parts(file, (0, file.n_layer), ModelConfig(path=path), context, shares, pauses=True)
+        found.append(parts.each(lambda part: Computed([parts.stages[part]], pauses, False)))  # noqa: B023
+        parts.close()
+    for ours, theirs in zip(*found, strict=True):
+        check_same(ours, theirs)
 
 
 def test_a_run_can_be_cancelled_in_its_pause(folder: Path) -> None:

@@ -31,8 +31,9 @@ class Parts:
         shares: Sequence[float],
         saves_states: bool = False,
         threads: int = 1,
+        pauses: bool = False,
     ) -> None:
-        """`shares`: one for each part. `threads`: of each."""
+        """`shares`: one for each part. `threads`: of each. `pauses`: see Stage."""
         n = len(shares)
         memory = os.memfd_create("group")
         self.sums = [native.shared_sum(memory, part, n) for part in range(n)]
@@ -42,7 +43,16 @@ class Parts:
 
         def load(part: int) -> Stage:
             group = Group(part=part, n_parts=n, shares=tuple(shares), sum=self.sums[part])
-            return Stage(file, layers, model, context, (threads, threads), saves_states=saves_states, group=group)
+            return Stage(
+                file,
+                layers,
+                model,
+                context,
+                (threads, threads),
+                saves_states=saves_states,
+                group=group,
+                pauses=pauses,
+            )
 
         self.stages = self.each(load)
 
