@@ -6,16 +6,19 @@
 // on different sequences, so neither reads cells that the other writes.
 #include <malloc.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "group.h"
 
 namespace ggpipe {
 
 namespace {
-// libllama's names of the hidden state after a layer's attention, and after the whole layer.
+// libllama's names of the hidden state after a layer's attention or recurrent part, and after the whole layer.
 bool ends_part(const ggml_tensor * node) {
-    return !strncmp(node->name, "l_out-", 6) || !strncmp(node->name, "ffn_inp-", 8);
+    constexpr const char * names[] = {"l_out-", "ffn_inp-", "attn_residual-", "ffn_residual-", "nemotron_h_block_out-"};
+    return std::any_of(std::begin(names), std::end(names), [node](const char * name) { return !strncmp(node->name, name, strlen(name)); });
 }
 }  // namespace
 

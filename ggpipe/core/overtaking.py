@@ -5,13 +5,17 @@ later, and those that wait behind them. So requests that decode hardly notice ot
 nothing in common give the same results in either order. All others keep the order in which they came to the stage, and
 so that in which they went into the pipeline: a sequence's cells are there when they are read, and an operation that
 frees an id comes before the rows that use it again.
+
+Recurrent states restrict this further. Each sequence has one, in a place that libllama chooses. A run of several
+sequences moves states, also those of a run that pauses, so only runs of one sequence overtake. And a copy of a state is
+the original until one of the two continues (`SharedStates`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from ggpipe.core.messages import KvOp, Run
+from ggpipe.core.messages import KvKind, KvOp, Run
 
 
 def pays(is_only_stage: bool, sparsity: float) -> bool:
@@ -20,13 +24,20 @@ def pays(is_only_stage: bool, sparsity: float) -> bool:
     return not is_only_stage or sparsity > 1
 
 
-def overtakes(paused: Run, waiting: Iterable[Run], most_rows: float) -> int | None:
+def overtakes(
+    paused: Run, waiting: Iterable[Run], most_rows: float, sharing: Collection[int] | None = None
+) -> int | None:
     """Which of the runs that wait, in their order, is to be computed while a run pauses: the first one that is short,
-    of at most `most_rows` rows, and has no sequence in common with those before it. None: there is none."""
-    before = _touched(paused)
+    of at most `most_rows` rows, and has no sequence in common with those before it. None: there is none.
+
+    `sharing`: where sequences have recurrent states, those that the paused run reads as well; None: they have none.
+    """
+    before = _touched(paused).union(sharing or ())
     for i, run in enumerate(waiting):
         own = _touched(run)
         is_short = not run.pauses and run.save is None and len(run.rows) <= most_rows
+        if sharing is not None and len({row.seqs for row in run.rows}) > 1:
+            is_short = False
         if is_short and before.isdisjoint(own):
             return i
         before |= own
@@ -42,6 +53,37 @@ def _touched(run: Run) -> set[int]:
         touched.add(run.save.seq)
     touched.discard(-1)
     return touched
+
+
+class SharedStates:
+    """Which sequences of a stage share a recurrent state.
+
+    A run reads its sequences' former states layer by layer. Until it ends, no sequence that shares one may be removed
+    or continue: another state would take its place.
+    """
+
+    def __init__(self) -> None:
+        """Of a stage without sequences."""
+        self._state_of: dict[int, int] = {}
+        self._n_states = 0
+
+    def begin(self, run: Run) -> frozenset[int]:
+        """A run begins: after its operations, each of its sequences gets a state of its own. Returns the others that
+        share one of the former."""
+        for op in run.ops:
+            if op.kind is KvKind.RM and (op.p0 > 0 or op.p1 >= 0):
+                continue  # a state is removed as a whole
+            dst = op.seq if op.kind is KvKind.RM else op.dst
+            self._state_of.pop(dst, None)
+            if op.kind is KvKind.CP and op.seq in self._state_of:
+                self._state_of[dst] = self._state_of[op.seq]
+        own = set() if run.cancelled else {seq for row in run.rows for seq in row.seqs}
+        former = {self._state_of[seq] for seq in own if seq in self._state_of}
+        sharing = frozenset(seq for seq, state in self._state_of.items() if state in former and seq not in own)
+        for seq in own:
+            self._n_states += 1
+            self._state_of[seq] = self._n_states
+        return sharing
 
 
 def divided(ops: Sequence[KvOp], seqs: set[int]) -> tuple[list[KvOp], list[KvOp]]:

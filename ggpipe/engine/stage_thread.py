@@ -264,24 +264,26 @@ class StageThread:
             2 * now_s - self._resumed_at
         )  # after as long as its layer took, it continues, but for a run that is begun
         try:
+            overtaking = functools.partial(self._overtaking, paused, pauses.n_rows, stage.sharing)
             with stage.paused():
-                job = self._overtaking(paused, pauses.n_rows)
+                job = overtaking(is_over=False)
                 while job is not None:
                     self._finish(stage, job)
                     if is_over := time.monotonic() >= end_s:
                         pauses.want()  # the others wait for its next layer
-                    job = self._overtaking(paused, pauses.n_rows, is_over)
+                    job = overtaking(is_over=is_over)
         except Exception as e:  # it cannot go up through libllama
             self._failed = e
         self._resumed_at = time.monotonic()
         if self._failed or paused.id in self._cancelled:
             stage.cancel(paused.id)
 
-    def _overtaking(self, paused: Run, most_rows: int, is_over: bool = False) -> _Job | None:
+    def _overtaking(self, paused: Run, most_rows: int, sharing: frozenset[int] | None, is_over: bool) -> _Job | None:
         """The next run that is computed in a pause, unless that is over. Part 0 of a group chooses for all parts."""
         place = None
         if not (is_over or self._closing):
-            place = overtakes(paused, [job.run for job in tuple(self._jobs)], most_rows)  # other threads add to them
+            waiting = [job.run for job in tuple(self._jobs)]  # other threads add to them
+            place = overtakes(paused, waiting, most_rows, sharing)
         chosen = 0 if place is None else self._jobs[place].run.id
         if self._group is not None:
             chosen = self._group.told(chosen)

@@ -18,8 +18,9 @@ from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.dropped_rows import kept
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, Row, RowLogits, Run
+from ggpipe.core.overtaking import SharedStates
 from ggpipe.errors import IndivisibleModelError, RunError, Setting, UsageError
-from ggpipe.llama.context_ids import divide_ids
+from ggpipe.llama.context_ids import TAKES_BACK, divide_ids
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Group, context_of_group, joined
 from ggpipe.llama.layer_inputs import LayerInputs, own_layers
@@ -118,6 +119,9 @@ class Stage:
         """The logits that rows of the last run requested."""
         self._wanted_bytes: Mapping[str, int] = {}
         """Bytes for each row of the tensors that enter the stage, by name; 0 where there is no such number."""
+        self._states = SharedStates()
+        self.sharing: frozenset[int] | None = None
+        """Other sequences whose recurrent states the last run reads; None: the model has none."""
         self._numbers: Sequence[int] = ()
         """Numbers of the rows of the last run that were computed."""
         self._native = native.Stage(
@@ -130,8 +134,10 @@ class Stage:
                     self._native, model_file, layers, model, self._keep, progress, group is not None, self._is_head
                 )
                 self._open_context(model, context, threads, n_prefixes, saves_states)
-                if pauses and self.rolls_back and not self._native.streamed_bytes:
-                    self._open_pauses()
+                keeps_states = self.rolls_back or model_file.architecture in TAKES_BACK
+                if pauses and keeps_states and not self._native.streamed_bytes:
+                    contexts = self._model, self._context, self._context_config, self._loras
+                    self.pauses = open_pauses(self._native, *contexts, threads, self._batch)
             own = own_layers(wanted_inputs, layers, model_file.n_layer)
             self._layer_inputs = LayerInputs(self._context, own, self._n_embd, model_file.n_layer) if own else None
             self.cut = self._dry_run()
@@ -186,10 +192,6 @@ class Stage:
         self.n_ubatch = int(lib.llama_n_ubatch(self._context))
         self._batch = LlamaBatch(self.n_ubatch, ids.n_own, self._pins)
         self._results = RowResults(self._native, self.group, self._width, self._n_vocab, self._check_run)
-
-    def _open_pauses(self) -> None:
-        contexts = self._model, self._context, self._context_config, self._loras
-        self.pauses = open_pauses(self._native, *contexts, self._threads, self._batch)
 
     def _dry_run(self) -> BoundaryTensors:
         """Decode one token from zeros, to warm the stage up and to check the division into stages."""
@@ -263,6 +265,7 @@ class Stage:
         rows that may be dropped as well. Raises RunError when libllama refuses the run.
         """
         self.apply(run.ops)
+        self.sharing = None if self.rolls_back else self._states.begin(run)
         if run.cancelled or not run.rows:
             return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
         dropped = self._filter.dropped(run, dead)
@@ -287,7 +290,7 @@ class Stage:
         if self.is_last and (kinds := {logits_request.kind for logits_request in run.logits_requests}) != self._kinds:
             self._want_hidden(kinds)
         self._native.n_threads = self._threads[len(run.rows) > 1]
-        self._native.pauses = run.pauses and self.can_pause
+        self._native.pauses = run.pauses and self.can_pause and self._may_abort(run)
         self._native.begin_run(run.id if self._may_abort(run) else _NO_RUN, received, headroom)
         before_s = self.pauses.spent_s if self.pauses is not None else 0.0
         start_s = time.perf_counter()
@@ -319,16 +322,15 @@ class Stage:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """In a pause: runs can be decoded that have no sequence in common with the one that pauses. What they result in
-        has to be taken before this ends."""
+        """In a pause: runs that may overtake can be decoded. Their results must be taken before this ends."""
         assert self.pauses is not None
-        before = self._context, self._batch, self._numbers, self._kinds
+        before = self._context, self._batch, self._numbers, self._kinds, self.sharing
         with self.pauses.pause():
             self._context, self._batch = self.pauses.context, self.pauses.batch
             try:
                 yield
             finally:
-                self._context, self._batch, self._numbers, self._kinds = before
+                self._context, self._batch, self._numbers, self._kinds, self.sharing = before
 
     @property
     def tapped(self) -> tuple[int, ...]:

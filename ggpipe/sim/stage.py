@@ -149,12 +149,8 @@ class StagePart:
     def _batches_s(self, rows: Sequence[Row]) -> float:
         """Seconds of these rows in a recurrent model."""
         cost, state_s = self.spec.cost, self.spec.state_s or 0.0
-        return sum(
-            [
-                cost.seconds(len(batch), *_past(batch)) + state_s * (n_sequences - 1)
-                for n_sequences, batch in _equal_batches(rows)
-            ]
-        )
+        batches = _equal_batches(rows)
+        return sum([cost.seconds(len(batch), *_past(batch)) + state_s * (n - 1) for n, batch in batches])
 
 
 class VirtualStage:
@@ -312,7 +308,8 @@ class VirtualStage:
 
     def _overtake(self, job: _Job) -> bool:
         """Compute the next run that overtakes this one, if there is one."""
-        place = overtakes(job.run, [waiting.run for waiting in self._queue], math.inf)
+        sharing = None if (self._alone or self._shared)[0].spec.state_s is None else ()
+        place = overtakes(job.run, [waiting.run for waiting in self._queue], math.inf, sharing)
         if place is None:
             return False
         if self._paused is None:

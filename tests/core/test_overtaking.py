@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from support.examples import n_examples
 
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Save
-from ggpipe.core.overtaking import RunsDone, divided, overtakes
+from ggpipe.core.overtaking import RunsDone, SharedStates, divided, overtakes
 
 N_EXAMPLES = n_examples(100, 1000)
 
@@ -77,3 +78,24 @@ def test_what_a_stage_is_through_with(order: list[int]) -> None:
         assert {number for number in range(1, 25) if number in done} == set(order[:n])
         done.add(one)
     assert not done._later
+
+
+def test_runs_of_one_sequence_overtake_where_sequences_have_states() -> None:
+    two = run(2)
+    two = structs.replace(two, rows=(*two.rows, *run(3).rows))
+    assert overtakes(PAUSED, [two], 8) == 0
+    assert overtakes(PAUSED, [two], 8, frozenset()) is None
+    assert overtakes(PAUSED, [two, run(3), run(4)], 8, frozenset()) == 2
+    assert overtakes(PAUSED, [run(2), run(3, ops=[KvOp(KvKind.RM, 5)]), run(4)], 8, frozenset((2, 5))) == 2
+
+
+def test_copies_share_a_state_until_one_continues() -> None:
+    states = SharedStates()
+    assert not states.begin(run(1))
+    assert states.begin(run(1, ops=[KvOp(KvKind.CP, 1, 5, 0, 0), KvOp(KvKind.CP, 5, 6)])) == {5, 6}
+    assert not states.begin(run(1))
+    assert states.begin(run(5)) == {6}
+    assert states.begin(run(2, ops=[KvOp(KvKind.CP, 6, 2, 0, 0), KvOp(KvKind.RM, 6, p0=3)])) == {6}
+    assert not states.begin(run(5, ops=[KvOp(KvKind.CP, 5, 6), KvOp(KvKind.RM, 6)]))
+    assert not states.begin(structs.replace(run(5, ops=[KvOp(KvKind.CP, 5, 7)]), cancelled=True))
+    assert states.begin(run(7)) == {5}

@@ -20,8 +20,9 @@ from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, R
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Outcome, Stage
 
+HYBRID = ("qwen3next", "qwen35moe", "kimi-linear", "nemotron_h_moe", "granitehybrid", "falcon-h1", "jamba", "lfm2")
 FULL = (LogitsRequest(LogitsKind.FULL),)
-NAMES = ("llama", "gemma3", "qwen3moe", "deepseek2", "gpt-oss", "cohere2")
+NAMES = ("llama", "gemma3", "qwen3moe", "deepseek2", "gpt-oss", "cohere2", *HYBRID)
 N_CHUNKS, CHUNK = 3, 20
 
 
@@ -64,6 +65,22 @@ def short_runs() -> list[Run]:
     return runs
 
 
+def runs_with_states() -> list[Run]:
+    """As `short_runs` for models with recurrent states: of one sequence, whose state is kept before each run. Each
+    third run is taken back."""
+    tokens = np.random.default_rng(3).integers(1, 90, 12).tolist()
+    runs, pos = [], 0
+    for i, token in enumerate(tokens):
+        ops: tuple[KvOp, ...] = ()
+        if i % 3 == 2:
+            pos -= 1
+            ops = (KvOp(KvKind.CP, 2, 0, 0, 0), KvOp(KvKind.RM, 0, p0=pos))
+        ops += (KvOp(KvKind.RM, 2), KvOp(KvKind.CP, 0, 2, 0, 0)) if i else ()
+        runs.append(Run(id=100 + i, rows=rows_of((token,), 0, pos), ops=ops, logits_requests=FULL))
+        pos += 1
+    return runs
+
+
 @contextlib.contextmanager
 def two_stages(path: Path, context: ContextConfig) -> Iterator[list[Stage]]:
     file, model = ModelFile.open(path), ModelConfig(path=path)
@@ -80,11 +97,12 @@ class Computed:
     """Both kinds of runs through two stages, the short ones in pauses of the others or behind each of them."""
 
     def __init__(self, stages: Sequence[Stage], pauses: bool, hidden: bool) -> None:
+        beside_all = short_runs() if stages[0].rolls_back else runs_with_states()
         self.n_pauses = 0
         self.outcomes: dict[tuple[int, int], Outcome] = {}
         """By stage and run."""
-        each = -(-len(short_runs()) // N_CHUNKS)
-        short = iter(short_runs())
+        each = -(-len(beside_all) // N_CHUNKS)
+        short = iter(beside_all)
         for run in prompt_runs(hidden):
             beside = list(itertools.islice(short, each))
             for number, stage in enumerate(stages):
@@ -146,9 +164,10 @@ def test_hidden_states_are_those_of_the_run_that_paused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("shares", [(1, 1), (2, 1, 1)], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3moe", "deepseek2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3moe", "deepseek2", "qwen35moe", "jamba"])
 def test_parts_of_a_group_pause_at_the_same_places(name: str, shares: tuple[float, ...], folder: Path) -> None:
-    path = make(name, folder / f"{name}-group.gguf", n_ff=512)
+    path = folder / f"{name}-group.gguf"
+    path = make(name, path, n_ff=512) if name in ZOO else write(name, path, n_layer=4)
     file, context = ModelFile.open(path), ContextConfig(n_ctx=256, n_seq=3)
     found = []
     for pauses in (True, False):

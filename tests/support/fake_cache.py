@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ggpipe.core.kv.prefix_cache import RESTORED
@@ -35,9 +35,32 @@ class FakeCache:
         self._sequences: dict[int, dict[int, Cell]] = collections.defaultdict(dict)
         self._states: dict[int, Tokens | None] = {}
         """None: broken."""
+        self._places: dict[int, object] = {}
+        """Where each sequence's state is; that of a copy is the original's until one of the two continues."""
+        self._read: dict[int, object | None] = {}
+        """Where the state was that a sequence had before its latest rows."""
+        self._held: list[object] = []
+        """Places that a paused run reads."""
 
     def apply(self, op: KvOp) -> None:
         """As `llama_memory_seq_rm` and `_cp`."""
+        self._apply(op)
+        self._check_held()
+
+    def hold(self, seqs: Collection[int]) -> None:
+        """A run of these sequences pauses: the states that it reads must stay where they are."""
+        if self.hybrid:
+            self._held = [place for seq in seqs for place in (self._read.get(seq), self._places.get(seq)) if place]
+
+    def let_go(self) -> None:
+        """It continues."""
+        self._held.clear()
+
+    def _check_held(self) -> None:
+        places = self._places.values()
+        assert all(place in places for place in self._held), "the place of a state that is read may be used again"
+
+    def _apply(self, op: KvOp) -> None:
         assert 0 <= op.seq < self.n_seq
         p0, p1 = max(op.p0, 0), op.p1 if op.p1 >= 0 else math.inf
         match op.kind:
@@ -48,15 +71,21 @@ class FakeCache:
                 assert op.dst != op.seq
                 if p0 == p1:  # the state alone, which may be taken back
                     assert self.hybrid, "there is no state to copy"
-                    self._states[op.dst] = self._states.get(op.seq, ())
+                    self._copy_state(op.seq, op.dst)
                     return
                 assert not self._sequences[op.dst], "cells of an earlier user are left in that sequence"
                 assert op.dst not in self._states, "the state of an earlier user is left in that sequence"
-                self._states[op.dst] = self._states.get(op.seq, ())
+                self._copy_state(op.seq, op.dst)
                 for pos, cell in self._sequences[op.seq].items():
                     if p0 <= pos < p1:
                         cell.seqs.add(op.dst)
                         self._sequences[op.dst][pos] = cell
+
+    def _copy_state(self, seq: int, dst: int) -> None:
+        self._states[dst] = self._states.get(seq, ())
+        self._places.pop(dst, None)
+        if seq in self._places:
+            self._places[dst] = self._places[seq]
 
     @property
     def with_state(self) -> set[int]:
@@ -67,6 +96,7 @@ class FakeCache:
         cells = self._sequences[seq]
         if p0 <= 0 and p1 == math.inf:
             self._states.pop(seq, None)
+            self._places.pop(seq, None)
         elif self.hybrid:
             state = self._states.get(seq, ())
             assert state is not None, "a broken state"
@@ -100,6 +130,7 @@ class FakeCache:
             assert len(set(row.seqs)) == len(row.seqs)
             spans = {(min(cells, default=-1), max(cells, default=-1)) for cells in map(self._cells_of, row.seqs)}
             assert len(spans) == 1, "libllama: coupled sequences have diverged"
+        self._place_states({seq for row in rows for seq in row.seqs})
         histories = []
         for row in rows:
             cell = Cell(row.token, row.pos, set(row.seqs))
@@ -117,6 +148,17 @@ class FakeCache:
             histories.append(seen.pop())
         assert len(self.cells) <= self.n_ctx, "libllama: no free cells"
         return histories
+
+    def _place_states(self, seqs: set[int]) -> None:
+        """As libllama does it: a sequence that has a place for itself keeps it; of several, places are moved."""
+        assert len(seqs) <= 1 or not self.hybrid or not self._held, "the state that a paused run writes is moved"
+        for seq in seqs:
+            place = self._read[seq] = self._places.get(seq)
+            if place is None or list(self._places.values()).count(place) > 1:
+                self._places[seq] = object()
+            else:
+                assert place not in self._held, "a state that is read is overwritten"
+        self._check_held()
 
     def tip(self, seq: int) -> int:
         """The last position in a sequence; -1: it is empty."""

@@ -16,7 +16,7 @@ from msgspec import structs
 from ggpipe.core.dropped_rows import DeadRow, kept
 from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import LogitsRequest, Restore, Row, RowLogits, Run, RunResult, Save, Span
-from ggpipe.core.overtaking import divided, overtakes
+from ggpipe.core.overtaking import SharedStates, divided, overtakes
 from support.fake_cache import FakeCache
 from support.fake_model import Tokens, chance
 
@@ -76,6 +76,9 @@ class FakeStage:
     computing: Run | None = None
     paused: tuple[Run, list[Tokens]] | None = None
     """While `computing` overtakes it, and what its rows see."""
+    states: SharedStates = field(default_factory=SharedStates)
+    sharing: frozenset[int] = frozenset()
+    """Of the run that is computed or paused."""
     histories: list[Tokens] = field(default_factory=list)
     """Of the rows that are computed: what they see."""
     through: list[Tokens] = field(default_factory=list)
@@ -87,7 +90,7 @@ class FakeStage:
         """Place of the run that may overtake what is computed."""
         if self.computing is None or self.paused is not None or not self.computing.pauses:
             return None
-        return overtakes(self.computing, self.runs, _SHORT)
+        return overtakes(self.computing, self.runs, _SHORT, self.sharing if self.cache.hybrid else None)
 
     def overtake(self) -> Run | None:
         """Take a run that overtakes what is computed. Returns it when there is nothing to compute."""
@@ -95,9 +98,13 @@ class FakeStage:
         assert place is not None
         assert self.computing is not None
         self.paused = self.computing, self.histories
+        self.cache.hold({seq for row in self.computing.rows for seq in row.seqs})
         run = self.runs[place]
         del self.runs[place]
-        return self._start(run)
+        sharing = self.sharing
+        started = self._start(run)
+        self.sharing = sharing
+        return started
 
     def start(self) -> Run | None:
         """Take the next run. Returns it when there is nothing to compute, so that it is through."""
@@ -108,6 +115,7 @@ class FakeStage:
             self.cache.apply(op)
         if run.id in self.cancelled:
             run = structs.replace(run, cancelled=True)
+        self.sharing = self.states.begin(run)
         if isinstance(run.save, Restore):
             assert not run.rows
             self.cache.restore(restorable(run.save), run.save.seq)
@@ -166,6 +174,7 @@ class FakeStage:
         if self.paused is not None:
             self.through, self.histories = self.histories, self.paused[1]
             self.computing, self.paused = self.paused[0], None
+            self.cache.let_go()
         else:
             self.through = self.histories
         self.past.add(run.id)

@@ -329,7 +329,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
 def recurrent(draw: st.DrawFn) -> Scenario:
     """Conversations with a model whose states cannot go back, on up to four stages."""
     scenario = draw(conversations() | scenarios())
-    limits = replace(scenario.limits, partial_prefixes=False, rolls_back=False, drops_rows=False, n_pauses=0)
+    limits = replace(scenario.limits, partial_prefixes=False, rolls_back=False, drops_rows=False, n_pauses=draw(PAUSES))
     return replace(
         scenario,
         limits=replace(limits, n_seq=limits.n_requests + limits.n_prefixes + draw(st.integers(0, 6))),

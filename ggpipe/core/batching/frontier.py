@@ -92,6 +92,8 @@ def choose(pipeline: PipelineState, states: Sequence[SequenceState]) -> Choice:
 def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: Sequence[RequestState]) -> Choice:
     """Accepted tokens, and the draft tokens that go in with them."""
     rounds, n_runs = Rounds(pipeline.cost, len(decoding)), pipeline.n_awaited_runs(decoding)
+    if pipeline.one_sequence:
+        return _accepted_alone(pipeline, ready[0]) if n_runs < pipeline.n_stages else Choice()
     if len(decoding) > 1 and n_runs <= pipeline.n_stages and (n := pipeline.to_try(rounds, len(ready))):
         return Choice(_scheduled(pipeline, fitting(ready[:n], pipeline.limits.n_rows), (), 0))
     steady = steady_runs_of(pipeline, decoding, rounds)
@@ -138,6 +140,16 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
         n = rounds.size + most_per_second(usual, pipeline.cost, rounds.size) - len(roots)
         n = min(n, most_per_second(probabilities, pipeline.cost, len(roots)))
     return Choice(_scheduled(pipeline, roots, found, min(n, len(found))))
+
+
+def _accepted_alone(pipeline: PipelineState, state: RequestState) -> Choice:
+    """The accepted token of one request, and draft tokens that go in with it."""
+    found: Sequence[FrontierToken] = ()
+    n = 0
+    if state.request.drafts and _may_draft_with(pipeline, (state,)):
+        found = best_first(pipeline, (state,), pipeline.limits.n_rows - state.n_root_rows)
+        n = most_per_second([probability for probability, _ in found], pipeline.cost, 1)
+    return Choice(_scheduled(pipeline, (state,), found, n))
 
 
 def _scheduled(
@@ -230,9 +242,12 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
         return Choice(wake_at=slot_at)
     most = min(pipeline.limits.n_rows, pipeline.cost.most_rows)
     found = best_first(pipeline, drafting, most)
+    if pipeline.one_sequence and found:
+        _, first = found[0]
+        found = [one for one in found if one[1] is first]
     probabilities = [probability for probability, _ in found]
     steady = steady_runs_of(pipeline, decoding, Rounds(pipeline.cost, len(decoding)))
-    if steady is not None:
+    if steady is not None and not pipeline.one_sequence:
         n = steady.n_drafted(probabilities, pipeline.cost, 0)
     else:
         n = most_per_second(probabilities, pipeline.cost, after=_followed(found))

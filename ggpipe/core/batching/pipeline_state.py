@@ -101,6 +101,11 @@ class PipelineState:
         """Runs that are or will be computed, and pause for others."""
         return self._in_flight.n_pausing
 
+    @property
+    def one_sequence(self) -> bool:
+        """Runs are to have a single sequence, or they could not overtake those that pause; see `overtaking`."""
+        return not self.limits.rolls_back and self.n_pausing > 0
+
     def is_paused(self, state: RequestState) -> bool:
         """Its latest accepted token is in a run that pauses for others: what hangs on it would wait there with them."""
         return self._in_flight.pauses(state.tree.root.run)

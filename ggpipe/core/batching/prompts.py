@@ -84,7 +84,10 @@ def schedule(
 
 
 def _pausing(pipeline: PipelineState, waiting: Sequence[SequenceState], n_decoding: int) -> Sequence[ScheduledRows]:
-    """Tokens of prompts alone, in runs that pause for others, but for short ones."""
+    """Tokens of prompts alone, in runs that pause for others, but for short ones. Where states cannot go back, each run
+    has those of one prompt: libllama would divide it, and not pause."""
+    if not pipeline.limits.rolls_back:
+        waiting = [min(waiting, key=lambda state: pipeline.n_awaited_runs((state,)))]
     if len(waiting) == 1 and not n_decoding:
         schedule = _alone(pipeline, waiting[0])
     else:
