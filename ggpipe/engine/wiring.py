@@ -103,7 +103,7 @@ def stage_loader(
         context = replace(context, n_ctx=draft_n_ctx(part, model_file, config.n_requests))
     if stream_memory_gb is not None:
         weights = replace(weights, load_mode="stream", stream_memory_gb=stream_memory_gb)
-    is_only, may_pause = layers == (0, model_file.n_layer), model == TARGET and config.n_requests > 1 and not inputs
+    is_only, may_pause = layers == (0, model_file.n_layer), model == TARGET and config.n_requests > 1
     shares_cores = model != TARGET and transport.ranks_on_host > config.n_draft_ranks
 
     def load(progress: OnProgress) -> Stage:

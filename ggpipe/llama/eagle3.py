@@ -31,6 +31,8 @@ from ggpipe.llama.libllama import last_error, lib
 from ggpipe.llama.stage import BoundaryTensors, Outcome, Stage
 
 ARCHITECTURE = "eagle3"
+_MOST_INCOMPLETE = 256
+"""Runs of the target of which some states have not come yet: cancelled ones, and those that pause."""
 _KEPT_RUNS = 64
 """The head's own states of this many runs are kept."""
 
@@ -81,11 +83,12 @@ class TargetStates:
         """A rank sent these layers' inputs in a run's rows, each (rows, width). Whether that completes the run."""
         known = self._parts.setdefault(run, {})
         known.update(parts)
+        if len(self._parts) > _MOST_INCOMPLETE:
+            del self._parts[min(self._parts)]  # it was cancelled, or its request drafts without true states
         if any(layer not in known for layer in self._layers):
             return False
         self._runs[run] = np.hstack([known[layer] for layer in self._layers])
-        # Ranks compute runs in order: what is missing of an earlier one was cancelled.
-        self._parts = {other: part for other, part in self._parts.items() if other > run}
+        del self._parts[run]
         return True
 
     def forget(self, before: int) -> None:

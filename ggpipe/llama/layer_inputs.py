@@ -40,15 +40,15 @@ def extension(name: str, result: Any, *arguments: Any) -> Any:
 
 
 class LayerInputs:
-    """Inputs of some layers, as a context computes them in each run."""
+    """Inputs of some layers, as the contexts of a stage compute them in each run."""
 
-    def __init__(self, context: Any, layers: Sequence[int], width: int, n_layer: int) -> None:
-        """Has the context keep them from now on; an architecture that is not in `ARCHITECTURES` ends the process in the
-        next run. `layers`: those whose inputs are computed, or come in, on this stage. `width`: of a state, in numbers.
-        `n_layer`: layers of the model, without MTP layers.
+    def __init__(self, contexts: Sequence[Any], layers: Sequence[int], width: int, n_layer: int) -> None:
+        """Has the contexts keep them from now on; an architecture that is not in `ARCHITECTURES` ends the process in
+        the next run. `layers`: those whose inputs are computed, or come in, on this stage. `width`: of a state, in
+        numbers. `n_layer`: layers of the model, without MTP layers.
         """
         self.layers = tuple(layers)
-        self._context, self._width, self._of_mtp = context, width, input_of_mtp(n_layer)
+        self._width, self._of_mtp = width, input_of_mtp(n_layer)
         keep = extension(
             "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
             None,
@@ -59,17 +59,20 @@ class LayerInputs:
         self._get = extension(
             "_Z30llama_get_embeddings_layer_inpP13llama_contextj", _FLOATS, ctypes.c_void_p, ctypes.c_uint32
         )
-        self._last_states = LastStates(context, of_all_rows=True) if self._of_mtp in self.layers else None
-        for layer in self.layers:
-            if layer != self._of_mtp:
-                keep(context, layer, True)
+        self._last_states: dict[Any, LastStates] = {}
+        for context in contexts:
+            if self._of_mtp in self.layers:
+                self._last_states[context] = LastStates(context, of_all_rows=True)
+            for layer in self.layers:
+                if layer != self._of_mtp:
+                    keep(context, layer, True)
 
-    def of_run(self, n_rows: int) -> tuple[NDArray[np.float32], ...]:
-        """For each layer, the states of the last run's rows, (n_rows, width): copies."""
+    def of_run(self, context: Any, n_rows: int) -> tuple[NDArray[np.float32], ...]:
+        """For each layer, the states of the rows of a context's last run, (n_rows, width): copies."""
         return tuple(
-            np.ctypeslib.as_array(self._get(self._context, layer), (n_rows, self._width)).copy()
-            if self._last_states is None or layer != self._of_mtp
-            else self._last_states.of_run(n_rows, self._width)
+            self._last_states[context].of_run(n_rows, self._width)
+            if layer == self._of_mtp
+            else np.ctypeslib.as_array(self._get(context, layer), (n_rows, self._width)).copy()
             for layer in self.layers
         )
 

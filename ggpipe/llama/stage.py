@@ -115,8 +115,7 @@ class Stage:
         self._context: Any = None
         self.pauses: Pauses | None = None
         self._layer_inputs: LayerInputs | None = None
-        self._kinds: Set[LogitsKind] = frozenset()
-        """The logits that rows of the last run requested."""
+        self._kinds: Set[LogitsKind] = frozenset()  # the logits that rows of the last run requested
         self._wanted_bytes: Mapping[str, int] = {}
         """Bytes for each row of the tensors that enter the stage, by name; 0 where there is no such number."""
         self._states = SharedStates()
@@ -136,10 +135,11 @@ class Stage:
                 self._open_context(model, context, threads, n_prefixes, saves_states)
                 keeps_states = self.rolls_back or model_file.architecture in TAKES_BACK
                 if pauses and keeps_states and not self._native.streamed_bytes:
-                    contexts = self._model, self._context, self._context_config, self._loras
-                    self.pauses = open_pauses(self._native, *contexts, threads, self._batch)
+                    first = self._model, self._context, self._context_config, self._loras
+                    self.pauses = open_pauses(self._native, *first, threads, self._batch)
             own = own_layers(wanted_inputs, layers, model_file.n_layer)
-            self._layer_inputs = LayerInputs(self._context, own, self._n_embd, model_file.n_layer) if own else None
+            contexts = [self._context, self.pauses.context] if self.pauses else [self._context]
+            self._layer_inputs = LayerInputs(contexts, own, self._n_embd, model_file.n_layer) if own else None
             self.cut = self._dry_run()
             self._filter = self._row_filter(context)
             self.exact_in_company: bool = (
@@ -308,7 +308,7 @@ class Stage:
             raise RunError(f"libllama cannot decode run {run.id} (status {status}): {last_error()}")
         if self._native.misplaced or (self._native.missing and not timing_only):
             raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
-        inputs = self._layer_inputs.of_run(len(run.rows)) if self._layer_inputs is not None else ()
+        inputs = self._layer_inputs.of_run(self._context, len(run.rows)) if self._layer_inputs is not None else ()
         rows = self._extract(run) if self.is_last else ()
         if dropped:
             rows = tuple(structs.replace(row, row=self._numbers[row.row]) for row in rows)

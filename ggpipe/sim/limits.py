@@ -37,9 +37,8 @@ def target_limits(sizes: Sizes, cluster: VirtualCluster, speculation: Speculatio
     late = crowded > 0 and not any(registry.reads_states(draft.drafter) for draft in cluster.drafts)
     n_in_flight = sizes.n_in_flight or limits.n_in_flight
     sharing = registry.sharing(dict(enumerate(draft.drafter for draft in cluster.drafts)))
-    taps = any(draft.taps for draft in cluster.drafts)
     layout = cluster.target.layout
-    may_pause = limits.n_requests > 1 and not taps and pays(len(layout.stages) == 1, limits.work.sparsity)
+    may_pause = limits.n_requests > 1 and pays(len(layout.stages) == 1, limits.work.sparsity)
     n_pauses = layout.fewest_layers - 1 if may_pause else 0
     return replace(
         limits, n_in_flight=n_in_flight, crowding=crowded, drafts_late=late, sharing=sharing, n_pauses=n_pauses

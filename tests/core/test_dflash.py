@@ -31,7 +31,7 @@ def computing() -> Driven:
     driven = begun(1, 2, 3, 4, head=DFlashHead)
     driven.hear()
     while driven.target.states:
-        driven.arrive()
+        driven.arrive(driven.target.states[0])
     driven.pipeline.step(0)
     assert driven.pipeline.stages[0].computing is not None
     return driven
@@ -49,7 +49,7 @@ def test_one_run_drafts_a_block() -> None:
 def test_positions_that_are_not_wanted_are_not_asked_for() -> None:
     driven = begun(1, 2, 3, 4, look_ahead=3, head=DFlashHead)
     driven.hear()
-    driven.arrive()
+    driven.arrive(driven.target.states[0])
     (run,) = driven.pipeline.in_flight.values()
     assert [logits_request.n_positions for logits_request in run.logits_requests] == [3]
 

@@ -47,4 +47,4 @@ def test_tokens_wait_while_nothing_is_drafted() -> None:
         play_out(driven)
     runs = [rows for rows in driven.pipeline.rows_of.values() if rows]
     assert [len(rows) for rows in runs] == [6, 6], "as many as fill a run, from 32 on"
-    assert driven.forgotten > 0
+    assert len(driven.arrived) < 40

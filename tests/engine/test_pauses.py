@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,8 +20,9 @@ from support.zoo import make
 
 from ggpipe.channel.events import TokenReady
 from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
-from ggpipe.config.layer_split import parse_layer_split
+from ggpipe.config.layer_split import LayerSplit, parse_layer_split
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
@@ -29,6 +31,7 @@ from ggpipe.core.messages import Run
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
 from ggpipe.errors import GgpipeError
+from ggpipe.llama.bundled import BUNDLED_HEAD
 from ggpipe.llama.inflate import Inflation, Mixture
 from ggpipe.llama.pauses import Pauses
 from ggpipe.llama.stage import Outcome, Stage
@@ -46,11 +49,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("llama", tmp_path_factory.mktemp("models") / "llama.gguf", n_layer=6)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen35moe", "falcon-h1"])
-def any_path(request: pytest.FixtureRequest, path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "llama":
-        return path
-    return write(request.param, tmp_path_factory.mktemp("models") / "model.gguf", n_layer=6)
+@pytest.fixture(scope="module")
+def tale() -> Tokens:
+    with Reference(TARGET, N_CTX) as reference:
+        return reference.tokenize((ROOT / "prompts" / "tale.txt").read_text()) * 9
 
 
 def words(first: int, n: int) -> Tokens:
@@ -58,12 +60,18 @@ def words(first: int, n: int) -> Tokens:
 
 
 @contextmanager
-def loaded(path: Path, n_ranks: int, split: str = "") -> Iterator[tuple[Session, list[int]]]:
-    """A session, and a list that grows with each pause. `split`: with groups, whose rows are not exact."""
+def loaded(path: Path, n_ranks: int, split: str = "", head: Path | None = None) -> Iterator[tuple[Session, list[int]]]:
+    """A session, and a list that grows with each pause. `split`: with groups, whose rows are not exact. `head`: a draft
+    head, which has a rank of its own."""
+    context = ContextConfig(n_ctx=N_CTX, n_ubatch=128, n_seq=12)
+    drafts = (
+        [DraftConfig(model=ModelConfig(path=head), context=context, layer_split=LayerSplit((1.0,)))] if head else []
+    )
     config = EngineConfig(
         model=ModelConfig(path=path),
-        context=ContextConfig(n_ctx=N_CTX, n_ubatch=128, n_seq=12, exact=not split),
+        context=replace(context, exact=not split),
         pipeline=PipelineConfig(parse_layer_split(split)[0] if split else None, threads=(1,)),
+        drafts=tuple(drafts),
         n_requests=3,
     )
     pauses: list[int] = []
@@ -79,12 +87,24 @@ def loaded(path: Path, n_ranks: int, split: str = "") -> Iterator[tuple[Session,
 
 @pytest.mark.parametrize("speculation", [ITERATIVE, ASYNC], ids=lambda speculation: speculation.mode)
 @pytest.mark.parametrize("n_ranks", [2, 3])
-def test_outputs_keep_their_bits(n_ranks: int, speculation: SpeculationConfig, any_path: Path) -> None:
-    prompts = [words(1, 9), words(2, 700), words(3, 500), words(4, 8), words(5, 400)]
-    with Reference(any_path, N_CTX, exact=True) as reference:  # rows that libllama computes together have other bits
+def test_outputs_keep_their_bits(n_ranks: int, speculation: SpeculationConfig, path: Path) -> None:
+    check_bits(path, n_ranks, speculation, (9, 700, 500, 8, 400))
+
+
+@pytest.mark.parametrize(("name", "n_ranks"), [("qwen35moe", 3), ("falcon-h1", 2)])
+def test_outputs_of_hybrid_models_keep_their_bits(name: str, n_ranks: int, tmp_path: Path) -> None:
+    path = write(name, tmp_path / "model.gguf", n_layer=6)
+    check_bits(path, n_ranks, ASYNC, (9, 200, 170, 8, 190))
+
+
+def check_bits(path: Path, n_ranks: int, speculation: SpeculationConfig, lengths: Sequence[int]) -> None:
+    """Of outputs for prompts of these lengths, against libllama alone, one row at a time: it has other bits in longer
+    runs."""
+    prompts = [words(i, n) for i, n in enumerate(lengths, 1)]
+    with Reference(path, N_CTX, exact=True) as reference:
         outputs = [tuple(reference.generate(prompt, SAMPLING, N_PREDICT, n_rows=1)) for prompt in prompts]
     oracle = Oracle(dict(zip(prompts, outputs, strict=True)), 5)
-    with drafting(oracle), loaded(any_path, n_ranks) as (engine, pauses):
+    with drafting(oracle), loaded(path, n_ranks) as (engine, pauses):
         requests = [engine.submit(asked(prompt, SAMPLING, N_PREDICT, speculation)) for prompt in prompts]
         texts: dict[int, list[int]] = {request.id: [] for request in requests}
         while any(request.is_active for request in requests):
@@ -95,12 +115,27 @@ def test_outputs_keep_their_bits(n_ranks: int, speculation: SpeculationConfig, a
     assert pauses
 
 
+@pytest.mark.usefixtures("eager_drafts")
+def test_a_draft_head_reads_states_of_runs_in_any_order(tale: Tokens) -> None:
+    prompts = [tale[i : i + n] for i, n in ((1, 9), (2, 450), (3, 8), (4, 400))]
+    with Reference(TARGET, N_CTX, exact=True) as reference:
+        outputs = [tuple(reference.generate(prompt, GREEDY, 60, n_rows=1)) for prompt in prompts]
+    with loaded(TARGET, 3, head=BUNDLED_HEAD) as (engine, pauses):
+        requests = [engine.submit(asked(prompt, GREEDY, 60, SpeculationConfig())) for prompt in prompts]
+        while any(request.is_active for request in requests):
+            engine.step()
+        assert [request.token_ids for request in requests] == outputs
+        assert sum(request.stats.counters.accepted_tokens for request in requests) > 0
+    assert pauses
+
+
 @pytest.mark.parametrize("speculation", [ITERATIVE, ASYNC], ids=lambda speculation: speculation.mode)
 @pytest.mark.parametrize(("mixture", "split"), [(None, "0.5*2,0.5"), (None, "0,0.5*2,0.5*2"), (EXPERTS, "1.0*2")])
-def test_groups_pause(mixture: Mixture | None, split: str, speculation: SpeculationConfig, tmp_path: Path) -> None:
+def test_groups_pause(
+    mixture: Mixture | None, split: str, speculation: SpeculationConfig, tale: Tokens, tmp_path: Path
+) -> None:
     Inflation(TARGET, 4, 1, mixture=mixture).write(model := tmp_path / "model.gguf")
     with Reference(model, N_CTX) as reference:
-        tale = reference.tokenize((ROOT / "prompts" / "tale.txt").read_text()) * 9
         prompts = [tale[i : i + n] for i, n in ((1, 9), (2, 450), (3, 300), (4, 8), (5, 400))]
         outputs = [tuple(reference.generate(prompt, GREEDY, N_PREDICT)) for prompt in prompts]
     n_ranks = PipelineConfig(parse_layer_split(split)[0]).n_ranks

@@ -82,13 +82,13 @@ def runs_with_states() -> list[Run]:
 
 
 @contextlib.contextmanager
-def two_stages(path: Path, context: ContextConfig) -> Iterator[list[Stage]]:
+def two_stages(path: Path, context: ContextConfig, inputs: Sequence[int] = ()) -> Iterator[list[Stage]]:
     file, model = ModelFile.open(path), ModelConfig(path=path)
     middle = file.n_layer // 2
     with contextlib.ExitStack() as stack:
         stages = []
         for layers in ((0, middle), (middle, file.n_layer)):
-            stages.append(Stage(file, layers, model, context, (1, 1), pauses=True))
+            stages.append(Stage(file, layers, model, context, (1, 1), wanted_inputs=inputs, pauses=True))
             stack.callback(stages[-1].close)
         yield stages
 
@@ -132,10 +132,10 @@ class Computed:
         self.outcomes[number, run.id] = stages[number].decode(run, incoming)
 
 
-def check(path: Path, context: ContextConfig, hidden: bool = False) -> None:
-    with two_stages(path, context) as stages:
+def check(path: Path, context: ContextConfig, hidden: bool = False, inputs: Sequence[int] = ()) -> None:
+    with two_stages(path, context, inputs) as stages:
         ours = Computed(stages, True, hidden)
-    with two_stages(path, context) as stages:
+    with two_stages(path, context, inputs) as stages:
         theirs = Computed(stages, False, hidden)
     check_same(ours, theirs)
 
@@ -147,6 +147,8 @@ def check_same(ours: Computed, theirs: Computed) -> None:
     for of, outcome in theirs.outcomes.items():
         own = ours.outcomes[of]
         assert own.outgoing == outcome.outgoing
+        for states, others in zip(own.layer_inputs, outcome.layer_inputs, strict=True):
+            np.testing.assert_array_equal(states, others)
         for one, other in zip(own.rows, outcome.rows, strict=True):
             np.testing.assert_array_equal(one.logits, other.logits)
         assert (own.paused_s > 0) == (of[1] < 100)
@@ -161,6 +163,14 @@ def test_pauses_change_no_bit(name: str, exact: bool, folder: Path) -> None:
 
 def test_hidden_states_are_those_of_the_run_that_paused(folder: Path) -> None:
     check(make("llama", folder / "llama.gguf"), ContextConfig(n_ctx=256, n_seq=3), hidden=True)
+
+
+def test_layers_inputs_are_those_of_their_run(folder: Path) -> None:
+    path, context = make("llama", folder / "llama.gguf"), ContextConfig(n_ctx=256, n_seq=3)
+    inputs = (0, 1, ModelFile.open(path).n_layer - 1)
+    with two_stages(path, context, inputs) as stages:
+        assert {layer for stage in stages for layer in stage.tapped} == set(inputs)
+    check(path, context, inputs=inputs)
 
 
 @pytest.mark.parametrize("shares", [(1, 1), (2, 1, 1)], ids=str)

@@ -166,7 +166,7 @@ class PlainDFlash(PlainPair):
         tokens. A head's context ends with the state before the last token, and the block is forgotten."""
         text, head = [*prompt, *output], self._head
         self._target.compute(lib.llama_decode, text, 0, None, outputs=False)
-        states, drafted = np.hstack(self._inputs.of_run(len(text))), dict[int, list[int]]()
+        states, drafted = np.hstack(self._inputs.of_run(self._target.context, len(text))), dict[int, list[int]]()
         for epoch in epochs:
             last = len(prompt) + epoch - 1  # of the accepted tokens
             n = int(lib.llama_memory_seq_pos_max(head.memory, 0)) + 1

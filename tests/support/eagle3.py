@@ -70,7 +70,7 @@ def inputs_of(target: Whole, head: Whole, n: int) -> LayerInputs:
     """The inputs of the target's layers, `n` of them, that a head reads."""
     layers = extension("_Z28llama_model_target_layer_idsPK11llama_model", _INTS, ctypes.c_void_p)(head.model)
     n_layer = int(lib.llama_model_n_layer(target.model))
-    return LayerInputs(target.context, [int(layers[i]) for i in range(n)], target.n_embd, n_layer)
+    return LayerInputs([target.context], [int(layers[i]) for i in range(n)], target.n_embd, n_layer)
 
 
 class PlainPair:
@@ -104,7 +104,7 @@ class PlainHead(PlainPair):
         tokens. A head's context ends with the pair of the last token, and what is drafted is forgotten."""
         text, head = [*prompt, *output], self._head
         self._target.compute(lib.llama_decode, text, 0, None, outputs=False)
-        states = np.hstack(self._inputs.of_run(len(text)))
+        states = np.hstack(self._inputs.of_run(self._target.context, len(text)))
         head.compute(lib.llama_encode, (), 0, states, outputs=True)
         encoded, drafted = self._last_states(len(text)), {}
         for epoch in epochs:

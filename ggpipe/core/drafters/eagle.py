@@ -35,6 +35,9 @@ _ROWS_WITH_ROOT = 8
 of none."""
 _MOST_RUNS = 512
 """Runs of the target whose states are kept, at most."""
+_MOST_CAME = 4096
+"""Runs of which is known that their states came: many times as many as may come before a token is named that was in
+one."""
 _MOST_WAITING = 32
 """Tokens that wait to be computed while no draft tokens are wanted; their states take memory."""
 
@@ -119,7 +122,9 @@ class EagleHead(DraftModel):
         self._reading: dict[int, int] = {}
         """By own run in flight: the first of the target's runs whose states it reads."""
         self._newest = -1
-        """The last run whose states have come."""
+        """The latest run whose states have come. Those of earlier ones may still come, since runs pause for others."""
+        self._came: dict[int, None] = {}
+        """All runs whose states have come, the last `_MOST_CAME` of them in their order, forgotten ones included."""
 
     def handle(self, event: DraftEvent, now: float) -> list[DraftAction]:
         """As `DraftModel.handle`."""
@@ -152,7 +157,10 @@ class EagleHead(DraftModel):
 
     def _states_arrived(self, arrived: StatesArrived) -> None:
         self._arrived.add(arrived.run)
-        self._newest = arrived.run
+        self._came[arrived.run] = None
+        if len(self._came) > _MOST_CAME:
+            del self._came[next(iter(self._came))]
+        self._newest = max(self._newest, arrived.run)
         for i, (request, position) in enumerate(arrived.rows):
             state = self._requests.get(request)
             if not isinstance(state, HeadState):
@@ -164,9 +172,10 @@ class EagleHead(DraftModel):
             self._settle_states(state)
 
     def _settle_states(self, state: HeadState) -> None:
-        """Count tokens whose states are there, or will never be: runs come in order, and what is missing before one
-        that has come was cached."""
-        last = max((number for number, ref in state.refs.items() if ref.run <= self._newest), default=-1)
+        """Count tokens whose states are there, or will never be: a request's runs come in order, and what is missing
+        before one that has come was cached."""
+        came = (number for number, ref in state.refs.items() if ref.run in self._came)
+        last = max(came, default=-1)
         state.n_known = max(state.n_known, min(last + 1, len(state.tokens)))
 
     @property
