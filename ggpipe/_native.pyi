@@ -244,6 +244,13 @@ class Stage:
     @at_pause.setter
     def at_pause(self, value: Callable[[], None] | None) -> None: ...
 
+    @property
+    def continues(self) -> float:
+        """Times a pause: so long a run continues at least before the next one."""
+
+    @continues.setter
+    def continues(self, arg: float, /) -> None: ...
+
     def want_pause(self) -> None:
         """Have the run that is computed pause, if it does so. From any thread."""
 

@@ -210,6 +210,7 @@ NB_MODULE(_native, m) {
         .def_rw("touch_cells", &Stage::touch_cells, "KV cells of contexts that are made from now on get their memory when they are made.")
         .def_rw("pauses", &Stage::pauses, "The next run pauses between two of its layers where that is wanted.")
         .def_rw("at_pause", &Stage::at_pause, nb::for_setter(nb::arg("value").none()), "Called there. It must not raise.")
+        .def_rw("continues", &Stage::continues, "Times a pause: so long a run continues at least before the next one.")
         .def("want_pause", [](Stage & s) { s.wants_pause = true; }, "Have the run that is computed pause, if it does so. From any thread.")
         .def("pause", &Stage::pause, "In `at_pause`: other runs follow, in another context.")
         .def("resume", &Stage::resume, "After them.")

@@ -31,12 +31,15 @@ ggml_status compute_with_pauses(Stage & stage, const ggml_cgraph * graph, const 
         part.n_nodes = to - from;
         if (part.n_nodes < graph->n_nodes) part.uid = 0;  // a graph of its own
         status = compute(&part);
-        if (status == GGML_STATUS_SUCCESS && to < graph->n_nodes && stage.wants_pause.exchange(false)) stage.at_pause();
+        if (status == GGML_STATUS_SUCCESS && to < graph->n_nodes && stage.pause_is_due()) stage.at_pause();
     }
     return status;
 }
 
+bool Stage::pause_is_due() { return wants_pause && Clock::now() >= pauses_from_ && wants_pause.exchange(false); }
+
 void Stage::pause() {
+    paused_at_ = Clock::now();
     paused_.emplace(PausedRun{
         current_run_, std::move(wire), std::move(hidden), hidden_width, skips_logits, pauses, passing, threads, misplaced, missing});
     wire = {};
@@ -58,6 +61,8 @@ void Stage::resume() {
     pauses = paused_->pauses;
     if (group) group->resume();
     paused_.reset();
+    const auto now = Clock::now();
+    pauses_from_ = now + std::chrono::duration_cast<Clock::duration>(continues * (now - paused_at_));
 }
 
 bool replace_memory(void * context, const void * own, void * shared) {

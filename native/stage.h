@@ -11,6 +11,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -115,10 +116,12 @@ struct Stage {
     bool aborted() const { return abort_run_ == current_run_; }
     bool running() const { return current_run_ != kNoRun; }
 
-    // Where a run `pauses`, `at_pause` is called between two of its layers if a pause is wanted; see pauses.cpp. It computes other
-    // runs in another context, between `pause` and `resume`.
+    // Where a run `pauses`, `at_pause` is called between two of its layers if a pause is wanted and due; see pauses.cpp. It
+    // computes other runs in another context, between `pause` and `resume`.
     bool pauses = false;
     std::atomic<bool> wants_pause{false};
+    bool pause_is_due();
+    double continues = 0;  // times a pause: so long a run continues at least before the next one
     std::function<void()> at_pause;
     void pause();
     void resume();
@@ -146,6 +149,7 @@ struct Stage {
     static constexpr int64_t kNoRun = -1, kNoAbort = -2;
     std::vector<std::pair<ggml_tensor *, std::string>> hidden_;
     std::atomic<int64_t> current_run_{kNoRun}, abort_run_{kNoAbort};
+    std::chrono::steady_clock::time_point paused_at_, pauses_from_;
     struct PausedRun {
         int64_t run;
         Wire wire;

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ggpipe.config.context import ContextConfig
+from ggpipe.core.overtaking import CONTINUES
 from ggpipe.llama.layers import Loras
 from ggpipe.llama.libllama import lib, native
 from ggpipe.llama.params import LlamaBatch, context_params
@@ -24,6 +25,7 @@ class Pauses:
     def __init__(self, native_stage: native.Stage, context: int, own_memory: int, batch: LlamaBatch) -> None:
         """See `open_pauses`."""
         self._native = native_stage
+        self._native.continues = CONTINUES
         self._own_memory = own_memory
         self.context = context
         self.batch = batch

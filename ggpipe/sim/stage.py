@@ -14,7 +14,7 @@ from ggpipe.cluster.links import Overheads
 from ggpipe.core.dropped_rows import kept, rows_in_group
 from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import Row, Run, Span
-from ggpipe.core.overtaking import RunsDone, overtakes
+from ggpipe.core.overtaking import CONTINUES, RunsDone, overtakes
 from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.cores import Cores, CpuTask, OwnCores
 from ggpipe.sim.groups import GroupCost
@@ -113,6 +113,8 @@ class _Job:
     """Time of the sections that are done."""
     paused_at_s: float = 0.0
     paused_s: float = 0.0
+    pauses_from_s: float = 0.0
+    """When it may pause again."""
 
 
 class StagePart:
@@ -303,7 +305,7 @@ class VirtualStage:
             return
         job.n_sections -= 1
         job.computed_s += self._clock.now - max(job.resumed_s, job.decode_s)
-        if not self._overtake(job):
+        if self._clock.now < job.pauses_from_s or not self._overtake(job):
             self._continue(job)
 
     def _overtake(self, job: _Job) -> bool:
@@ -324,6 +326,7 @@ class VirtualStage:
         if self._paused is job:
             self._paused = None
             job.paused_s += now - job.paused_at_s
+            job.pauses_from_s = now + CONTINUES * (now - job.paused_at_s)
         job.resumed_s = now
         if job.run.id in self._cancelled:
             self._skip(job)

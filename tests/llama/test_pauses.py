@@ -89,6 +89,7 @@ def two_stages(path: Path, context: ContextConfig, inputs: Sequence[int] = ()) -
         stages = []
         for layers in ((0, middle), (middle, file.n_layer)):
             stages.append(Stage(file, layers, model, context, (1, 1), wanted_inputs=inputs, pauses=True))
+            stages[-1]._native.continues = 0  # it may pause at each place
             stack.callback(stages[-1].close)
         yield stages
 
@@ -182,6 +183,8 @@ def test_parts_of_a_group_pause_at_the_same_places(name: str, shares: tuple[floa
     found = []
     for pauses in (True, False):
         parts = Parts(file, (0, file.n_layer), ModelConfig(path=path), context, shares, pauses=True)
+        for stage in parts.stages:
+            stage._native.continues = 0
         found.append(parts.each(lambda part: Computed([parts.stages[part]], pauses, False)))  # noqa: B023
         parts.close()
     for ours, theirs in zip(*found, strict=True):
