@@ -238,6 +238,10 @@ class Stage:
     def pauses(self, arg: bool, /) -> None: ...
 
     @property
+    def pause_places(self) -> int:
+        """Places in the last graph at which it might have paused."""
+
+    @property
     def at_pause(self) -> Callable[[], None]:
         """Called there. It must not raise."""
 

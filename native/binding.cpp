@@ -209,6 +209,7 @@ NB_MODULE(_native, m) {
         }, "After llama_decode: the headroom, then the bytes for the next rank.")
         .def_rw("touch_cells", &Stage::touch_cells, "KV cells of contexts that are made from now on get their memory when they are made.")
         .def_rw("pauses", &Stage::pauses, "The next run pauses between two of its layers where that is wanted.")
+        .def_ro("pause_places", &Stage::pause_places, "Places in the last graph at which it might have paused.")
         .def_rw("at_pause", &Stage::at_pause, nb::for_setter(nb::arg("value").none()), "Called there. It must not raise.")
         .def_rw("continues", &Stage::continues, "Times a pause: so long a run continues at least before the next one.")
         .def("want_pause", [](Stage & s) { s.wants_pause = true; }, "Have the run that is computed pause, if it does so. From any thread.")

@@ -234,6 +234,7 @@ void Group::add_up(ggml_tensor * slice) {
     if (!can) unsummable = slice->name;
     if (!(slice->flags & GGML_TENSOR_FLAG_COMPUTE)) memset(slice->data, 0, ggml_nbytes(slice));  // we have nothing of its sources
     if (!can) return void(stopped = true);
+    stage.pause_places += graphs->may_pause();
     const bool pauses = part == 0 && stage.pauses && graphs->may_pause() && stage.pause_is_due();  // part 0 decides
     const uint32_t wants = (stage.aborted() ? uint32_t(GroupSum::kStop) : 0) | (pauses ? uint32_t(GroupSum::kPause) : 0);
     const uint32_t wanted = sum->sum((float *) slice->data, ggml_nelements(slice), wants);
@@ -293,6 +294,7 @@ void Group::resume() {
 void Group::begin_run() {
     stopped = false;
     graphs->begin_run();
+    stage.pause_places = 0;
     std::fill(columns.begin(), columns.end(), 0);
 }
 

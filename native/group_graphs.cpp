@@ -182,7 +182,10 @@ ggml_status GroupGraphs::compute(ggml_backend_t meta, ggml_cgraph * graph) {
     const bool is_new = split == current->splits.end();
     if (is_new) {
         split = current->splits.insert(split, Split{first, n_nodes, {}, nullptr, {}, {}});
-        if (!g.record(*current, *split, meta, graph)) return GGML_STATUS_FAILED;
+        if (!g.record(*current, *split, meta, graph)) {
+            current->splits.erase(split);
+            return GGML_STATUS_FAILED;
+        }
     }
     // In another context, the meta device forgets slices of views of KV cells. A graph of several splits would need them.
     const int n_results = std::count_if(current->tensors.begin(), current->tensors.end(), [](const Tensor & t) { return t.whole->op != GGML_OP_NONE; });

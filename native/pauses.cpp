@@ -24,12 +24,14 @@ bool ends_part(const ggml_tensor * node) {
 
 ggml_status compute_with_pauses(Stage & stage, const ggml_cgraph * graph, const Compute & compute) {
     ggml_status status = GGML_STATUS_SUCCESS;
+    stage.pause_places = -1;
     for (int from = 0, to; from < graph->n_nodes && status == GGML_STATUS_SUCCESS; from = to) {
         for (to = from + 1; to < graph->n_nodes && !ends_part(graph->nodes[to - 1]);) to++;
         ggml_cgraph part = *graph;
         part.nodes += from;
         part.n_nodes = to - from;
         if (part.n_nodes < graph->n_nodes) part.uid = 0;  // a graph of its own
+        stage.pause_places++;
         status = compute(&part);
         if (status == GGML_STATUS_SUCCESS && to < graph->n_nodes && stage.pause_is_due()) stage.at_pause();
     }

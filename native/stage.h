@@ -121,6 +121,7 @@ struct Stage {
     bool pauses = false;
     std::atomic<bool> wants_pause{false};
     bool pause_is_due();
+    int pause_places = 0;  // in the last graph of such a run, or of any run of a group
     double continues = 0;  // times a pause: so long a run continues at least before the next one
     std::function<void()> at_pause;
     void pause();

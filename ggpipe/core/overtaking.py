@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterable, Sequence
 from ggpipe.core.messages import KvKind, KvOp, Run
 
 CONTINUES = 0.7
-"""Times a pause: so long a run continues at least before the next one. With 0, prompts hardly get on where a stage has
-many layers, of which each takes much less than others' runs; with 1, requests on groups end 4 to 5 % later (simulated,
+"""Times a pause: so long a run continues at least before the next one. With 0, prompts hardly advance where a stage has
+many layers, which take much less time than others' runs; with 1, requests on groups end 4 to 5 % later (simulated,
 prompts of 1,000 tokens that arrive at random)."""
 
 

@@ -260,9 +260,7 @@ class StageThread:
         paused = self._computing
         assert paused is not None
         now_s = time.monotonic()
-        end_s = (
-            2 * now_s - self._resumed_at
-        )  # after as long as its layer took, it continues, but for a run that is begun
+        end_s = 2 * now_s - self._resumed_at  # after as long as it was computed before, or after one run
         try:
             overtaking = functools.partial(self._overtaking, paused, pauses.n_rows, stage.sharing)
             with stage.paused():

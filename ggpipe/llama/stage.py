@@ -103,10 +103,9 @@ class Stage:
         a, b = layers
         if not 0 <= a < b <= model_file.n_blocks:
             raise ValueError(f"layers {a} to {b} of {model_file.n_blocks}")
-        self.layers = layers
+        self.layers, self._file = layers, model_file
         # MTP layers read tokens, and give logits.
         self.is_first, self.is_last = a in (0, model_file.n_layer), b >= model_file.n_layer
-        self._file = model_file
         self.group, self._threads = group, threads
         if group:
             context = context_of_group(model_file, context)
@@ -141,6 +140,8 @@ class Stage:
             contexts = [self._context, self.pauses.context] if self.pauses else [self._context]
             self._layer_inputs = LayerInputs(contexts, own, self._n_embd, model_file.n_layer) if own else None
             self.cut = self._dry_run()
+            self.can_pause: bool = self.pauses is not None and self._native.pause_places > 0
+            """Whether runs with `Run.pauses` pause for others."""
             self._filter = self._row_filter(context)
             self.exact_in_company: bool = (
                 self._native.orders_cells and model_file.architecture not in _DIFFER_IN_COMPANY
@@ -198,6 +199,7 @@ class Stage:
         token = max(int(lib.llama_vocab_bos(lib.llama_model_get_vocab(self._model))), 0)
         self._batch.fill((Row(token=token, pos=0, seqs=(0,), request=0, logits_request=0),), self.is_last)
         self._native.n_threads = self._threads[0]
+        self._native.pauses = self.pauses is not None
         self._native.begin_run(0, None, 0)
         status = lib.llama_decode(self._context, self._batch.struct)
         self._native.end_run()
@@ -314,11 +316,6 @@ class Stage:
             rows = tuple(structs.replace(row, row=self._numbers[row.row]) for row in rows)
             inputs = tuple(with_dropped(states, self._numbers, len(dropped)) for states in inputs)
         return Outcome(outgoing, rows, compute_s, False, inputs, dropped, paused_s)
-
-    @property
-    def can_pause(self) -> bool:
-        """Whether runs with `Run.pauses` pause for others."""
-        return self.pauses is not None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -36,8 +36,7 @@ of none."""
 _MOST_RUNS = 512
 """Runs of the target whose states are kept, at most."""
 _MOST_CAME = 4096
-"""Runs of which is known that their states came: many times as many as may come before a token is named that was in
-one."""
+"""Runs whose states are known to have come: far more than can come before an accepted token names one of them."""
 _MOST_WAITING = 32
 """Tokens that wait to be computed while no draft tokens are wanted; their states take memory."""
 
