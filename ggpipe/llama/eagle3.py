@@ -83,9 +83,9 @@ class TargetStates:
         """A rank sent these layers' inputs in a run's rows, each (rows, width). Whether that completes the run."""
         known = self._parts.setdefault(run, {})
         known.update(parts)
-        if len(self._parts) > _MOST_INCOMPLETE:
-            del self._parts[min(self._parts)]  # it was cancelled, or its request drafts without true states
         if any(layer not in known for layer in self._layers):
+            if len(self._parts) > _MOST_INCOMPLETE:
+                del self._parts[min(self._parts)]  # it was cancelled, or its request drafts without true states
             return False
         self._runs[run] = np.hstack([known[layer] for layer in self._layers])
         del self._parts[run]
