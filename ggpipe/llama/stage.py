@@ -117,7 +117,7 @@ class Stage:
         self._kinds: Set[LogitsKind] = frozenset()  # the logits that rows of the last run requested
         self._wanted_bytes: Mapping[str, int] = {}
         """Bytes for each row of the tensors that enter the stage, by name; 0 where there is no such number."""
-        self._states = SharedStates()
+        self._shared_states = SharedStates()
         self.sharing: frozenset[int] | None = None
         """Other sequences whose recurrent states the last run reads; None: the model has none."""
         self._numbers: Sequence[int] = ()
@@ -267,7 +267,7 @@ class Stage:
         rows that may be dropped as well. Raises RunError when libllama refuses the run.
         """
         self.apply(run.ops)
-        self.sharing = None if self.rolls_back else self._states.begin(run)
+        self.sharing = None if self.rolls_back else self._shared_states.begin(run)
         if run.cancelled or not run.rows:
             return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
         dropped = self._filter.dropped(run, dead)

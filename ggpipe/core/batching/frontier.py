@@ -15,7 +15,8 @@ prompt token     the share that `prefill_slowdown` leaves   in chunks of its own
 What rows cost is learned (`PipelineState.cost`), and weighed against their worth in `rows`. Runs of draft tokens go in
 when the slowest stage is about to be free, and not before: until then more of them may come. An only request has none
 with a single stage: the next run begins when the one before it ends, and by then the root is known. Where states cannot
-go back, prompts have runs of their own, and in other runs each request has the same number of rows (`equal_rows`).
+go back, prompts have runs of their own, and in other runs each request has the same number of rows (`equal_rows`), or
+there is one request while a prompt's run pauses.
 Choosing changes nothing: the same state gives the same choice.
 """
 
