@@ -151,6 +151,11 @@ class RowLogits(msgspec.Struct, frozen=True):
     """The same of the next positions, where `LogitsRequest.n_positions` asks for them. They do not travel."""
     below: tuple[float, ...] = ()
     """Share of the probability, at `LogitsRequest.temp`, that smaller ids than each of `ids` have. Empty without it."""
+    after: tuple[tuple[int, RowLogits], ...] = ()
+    """The same after other tokens just before than the most probable one, by these tokens: of a head that drafts a
+    block at a time and knows them. They do not travel."""
+    confidence: float | None = None
+    """How probable it is that the first of `ids` is the target's token, if a head says so apart. It does not travel."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):

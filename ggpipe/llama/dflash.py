@@ -2,7 +2,8 @@
 
     a cell at position P     keys and values that the head's layers make of the target's states at P
     a block                  the last token and masks after it; all see each other, and all cells before them
-    it gives                 at each mask, logits of the token at its position
+    it gives                 at each mask, logits of the token at its position; of DSpark heads that of the next one, so
+                             that the last token drafts as well (`block_answers` tells all kinds)
 
 The rows of a run are those of an EAGLE-3 head (`eagle3`): a row at P names the target's state at P, and the token at
 P + 1. The row of the last token asks for a block, which is computed from P + 1 on and then removed from the KV cache.
@@ -22,20 +23,16 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.errors import ModelError
+from ggpipe.llama.block_answers import answers_of, samples_from_anchor
 from ggpipe.llama.eagle3 import HeadStage
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib
-from ggpipe.llama.params import best_of
 from ggpipe.llama.stage import BoundaryTensors
 
 ARCHITECTURE = "dflash"
 _BLOCK_SIZE = 16  # of files that do not say, as in llama.cpp
-_OTHERS = {
-    "hyper_connection_count": "a DSpark head for DeepSeek-V4",
-    "selector_rank": "a DFlash 2 head",
-    "rope.dimension_sections": "a DFlash head for positions with several parts",
-}
-"""Kinds of heads that share the architecture, by the metadata that only they have."""
+_DEEPSEEK4 = "hyper_connection_count"
+"""Metadata that only heads for DeepSeek-V4 have, which is computed without speculation."""
 
 
 def needs_of(model_file: ModelFile) -> HeadNeeds | None:
@@ -43,12 +40,9 @@ def needs_of(model_file: ModelFile) -> HeadNeeds | None:
     its relatives that do not work."""
     if model_file.architecture != ARCHITECTURE:
         return None
-    metadata, tensors, path = model_file.metadata, model_file.tensors, model_file.paths[0]
-    others = [what for key, what in _OTHERS.items() if metadata.get(f"{ARCHITECTURE}.{key}")]
-    if "markov_w1.weight" in tensors:
-        others.append("a DSpark head")
-    if others:
-        raise ModelError(f"{path} is {others[0]}, which ggpipe does not support: give a DFlash head, or a draft model")
+    metadata, path = model_file.metadata, model_file.paths[0]
+    if metadata.get(f"{ARCHITECTURE}.{_DEEPSEEK4}"):
+        raise ModelError(f"{path} is a DSpark head for DeepSeek-V4, which ggpipe does not support: leave it out")
     layers, width = metadata.get(f"{ARCHITECTURE}.target_layers"), metadata.get(f"{ARCHITECTURE}.embedding_length")
     if not isinstance(layers, tuple) or not layers or not isinstance(width, int):
         raise ModelError(f"{path} does not say which of its target's states it reads; convert it again")
@@ -58,7 +52,8 @@ def needs_of(model_file: ModelFile) -> HeadNeeds | None:
         raise ModelError(
             f"{path} drafts blocks of {block_size} tokens, the last accepted one included; convert it again"
         )
-    return HeadNeeds(layers=tuple(map(int, layers)), width=width, horizon=block_size - 1)
+    n_drafted = block_size if samples_from_anchor(model_file) else block_size - 1
+    return HeadNeeds(layers=tuple(map(int, layers)), width=width, horizon=n_drafted)
 
 
 def _block_size(model_file: ModelFile) -> int:
@@ -87,6 +82,9 @@ class BlockStage(HeadStage):
         self._mask = mask
         is_causal = self._file.metadata.get(f"{ARCHITECTURE}.attention.causal") is True
         lib.llama_set_causal_attn(self._context, is_causal)
+        self._answers = answers_of(self._file, self._context, self._n_embd)
+        sections = self._file.metadata.get(f"{ARCHITECTURE}.rope.dimension_sections")
+        self._n_dimensions = 4 if isinstance(sections, tuple) and any(sections) else 1
 
     def _dry_run(self) -> BoundaryTensors:
         row = Row(token=0, pos=0, seqs=(0,), request=0)
@@ -119,17 +117,18 @@ class BlockStage(HeadStage):
     ) -> tuple[int, float, list[RowLogits]]:
         """Status and seconds of a block after the row `number` of a run, and what it says: one answer, which has those
         of later positions."""
-        n = min(logits_request.n_positions + 1, self._n_block)
+        n = min(logits_request.n_positions + (not self._answers.from_anchor), self._n_block)
         rows = [
-            Row(token=last.token if i == 0 else self._mask, pos=last.pos + 1 + i, seqs=last.seqs, request=last.request,
-                logits_request=0)
+            Row(token=last.token if i == 0 else self._mask, pos=last.pos + 1 + i, seqs=last.seqs[:1],
+                request=last.request, logits_request=0)
             for i in range(n)
         ]  # fmt: skip
-        self._batch.fill(rows, outputs=True)  # of all rows: the head's graph has no choice
+        # Outputs of all rows: the head's graph has no choice. No pins: it divides rows among the ids that it finds.
+        self._batch.fill(rows, self._answers.outputs, pinned=False)
         status, seconds = self._decode_rows(None, run_id, has_tokens=True)
         found: list[RowLogits] = []
         if status == 0:
-            first, *later = [best_of(number, self._logits(i), logits_request) for i in range(1, n)]
+            first, *later = self._answers.of_block(number, n, self._logits, logits_request)
             found = [structs.replace(first, later=tuple(later))]
         for seq in last.seqs:
             for id in self._ids(seq):

@@ -25,7 +25,7 @@ from ggpipe.core.drafters.eagle import HORIZON
 from ggpipe.core.messages import Row, RowLogits, Run, StateRef
 from ggpipe.errors import ModelError, RunError, Setting
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.layer_inputs import ARCHITECTURES, LastStates
+from ggpipe.llama.layer_inputs import ARCHITECTURES, WITH_OUTPUT, LastStates
 from ggpipe.llama.layers import OnProgress
 from ggpipe.llama.libllama import last_error, lib
 from ggpipe.llama.stage import BoundaryTensors, Outcome, Stage
@@ -61,7 +61,7 @@ def head_misfit(needs: HeadNeeds, target: ModelFile) -> str:
         )
     if needs.width != width:
         return f"it is a head for models of width {needs.width}, and this one's is {width}: take a head made for it"
-    if not all(0 <= layer < target.n_layer for layer in needs.layers):
+    if not all(0 <= layer < target.n_layer + (architecture in WITH_OUTPUT) for layer in needs.layers):
         layers = ", ".join(map(str, needs.layers))
         return f"it reads the inputs of layers {layers}, and the model has {target.n_layer} layers"
     return ""
@@ -107,6 +107,8 @@ class HeadStage(Stage):
 
     _is_head = True
     _needs_of = staticmethod(needs_of)
+    _n_dimensions = 1
+    """Of the positions of rows without tokens."""
 
     def __init__(
         self,
@@ -220,7 +222,7 @@ class HeadStage(Stage):
         if states is None:
             self._batch.read_tokens()
         else:
-            self._batch.read_states(states, has_tokens)
+            self._batch.read_states(states, has_tokens, self._n_dimensions)
         self._native.n_threads = self._threads[self._batch.struct.n_tokens > 1]
         self._native.begin_run(run_id, None, 0)
         start_s = time.perf_counter()

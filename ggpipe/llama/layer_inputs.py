@@ -18,10 +18,13 @@ from ggpipe.llama.libllama import lib
 
 ARCHITECTURES = frozenset(
     """
-    gemma4 gpt-oss hunyuan-dense hunyuan_vl llama mimo2 minimax-m2 muse-glimmer nanbeige qwen3 qwen3moe
+    bailingmoe3 gemma4 gpt-oss hunyuan-dense hunyuan_vl lfm2 lfm2moe llama mimo2 minimax-m2 muse-glimmer nanbeige
+    nemotron_h nemotron_h_moe qwen3 qwen35 qwen35moe qwen3moe qwen3next
     """.split()  # noqa: SIM905
 )
-"""Those for which libllama hands out the inputs of layers, and whose KV caches can roll back."""
+"""Those for which libllama hands out the inputs of layers, and whose memories can roll back, or be taken back."""
+WITH_OUTPUT = frozenset(["mimo2", "nemotron_h", "nemotron_h_moe"])
+"""Those of them for which it also hands out what the last layer computes, under the number of layers."""
 
 _FLOATS = ctypes.POINTER(ctypes.c_float)
 

@@ -25,6 +25,7 @@ _ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}
 _LOAD_MODE_NONE, _LOAD_MODE_DIRECT_IO = 0, 4
 _SPLIT_MODE_LAYER = 1
 _EXPERT_COUNTS = (".expert_count", ".expert_used_count")
+_MOST_DIMENSIONS = 4  # of a position, in models that read images
 
 NO_STATE = np.empty(0, np.float32)
 """Last hidden state of a model, if it is not known."""
@@ -126,7 +127,7 @@ class LlamaBatch:
         self.n_rows, self._pins = n_rows, pins
         self._n_seq = n_seq = n_seq + pins
         self._tokens = (ctypes.c_int32 * n_rows)()
-        self._pos = (ctypes.c_int32 * n_rows)()
+        self._pos = (ctypes.c_int32 * (_MOST_DIMENSIONS * n_rows))()
         self._counts = (ctypes.c_int32 * n_rows)()
         self._seqs = (ctypes.c_int32 * (n_rows * n_seq))()
         start = ctypes.addressof(self._seqs)
@@ -147,18 +148,20 @@ class LlamaBatch:
         """Another one, for rows of the same sequences."""
         return LlamaBatch(n_rows, self._n_seq - self._pins, self._pins)
 
-    def fill(self, rows: Sequence[Row], outputs: bool) -> None:
-        """Take over a run's rows; with `outputs`, those that want something are flagged."""
+    def fill(self, rows: Sequence[Row], outputs: bool, pinned: bool = True) -> None:
+        """Take over a run's rows; with `outputs`, those that want something are flagged. Unless `pinned`, they get no
+        pins."""
         n = len(rows)
         if n > self.n_rows:
             raise RunError(f"a run of {n} rows is longer than ", Setting("n_ubatch"), f" {self.n_rows}")
         self.struct.n_tokens = n
         tokens, pos, counts, seqs, flags = self._tokens, self._pos, self._counts, self._seqs, self._flags
+        pins = self._pins if pinned else 0
         for i, row in enumerate(rows):
             tokens[i] = row.token
             pos[i] = row.pos
             flags[i] = outputs and row.logits_request >= 0
-            ids = (*row.seqs, *(seq + self._pins for seq in row.seqs)) if self._pins else row.seqs
+            ids = (*row.seqs, *(seq + pins for seq in row.seqs)) if pins else row.seqs
             counts[i] = len(ids)
             at = i * self._n_seq
             for k, seq in enumerate(ids):
@@ -169,8 +172,12 @@ class LlamaBatch:
         for i in range(self.struct.n_tokens):
             self._flags[i] = outputs
 
-    def read_states(self, states: NDArray[np.float32], has_tokens: bool) -> None:
-        """Rows read these states, (rows, width), beside their tokens or instead of them."""
+    def read_states(self, states: NDArray[np.float32], has_tokens: bool, n_dimensions: int = 1) -> None:
+        """Rows read these states, (rows, width), beside their tokens or instead of them. `n_dimensions`: of positions,
+        which libllama knows for rows with tokens: all have the row's position but the fourth one, which is 0."""
+        n = self.struct.n_tokens
+        for at in range(n, n_dimensions * n):
+            self._pos[at] = self._pos[at % n] if at < 3 * n else 0
         self._states = np.ascontiguousarray(states)  # libllama reads it in the next call
         self.struct.embd = self._states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         self.struct.token = self._tokens if has_tokens else None

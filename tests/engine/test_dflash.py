@@ -51,23 +51,40 @@ def test_drafts_are_llama_cpps(head: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert head_sessions.check_drafts(head, "dflash", drafts_of, monkeypatch) > 0
 
 
+_WINDOW: dflash.Settings = {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, False]}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("kind", "settings"),
     [
-        {},
-        {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, False]},
-        {"attention.causal": False},
+        ("dflash", {}),
+        ("dflash", _WINDOW),
+        ("dflash", {"attention.causal": False}),
+        ("dflash", {"rope.dimension_sections": [16, 0, 0, 0]}),
+        ("dspark", {}),
+        ("dspark", _WINDOW),
+        ("dspark", {"sample_from_anchor": False}),
+        ("dspark", {"rope.dimension_sections": [16, 0, 0, 0]}),
+        ("dflash2", {}),
+        ("dflash2", _WINDOW),
     ],
-    ids=["all states", "a sliding window", "says that blocks are not causal"],
-)
-def test_drafts_of_random_heads(settings: dflash.Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = dflash.write(tmp_path / "head.gguf", TARGET, settings=settings)
-    head_sessions.check_drafts(path, "dflash", dflash.PlainDFlash(TARGET, path).drafts, monkeypatch, fast_kernels=False)
+    ids=["dflash", "dflash, a sliding window", "dflash, says that blocks are not causal", "dflash, for images",
+         "dspark", "dspark, a sliding window", "dspark, masks only", "dspark, for images",
+         "dflash2", "dflash2, a sliding window"],
+)  # fmt: skip
+def test_drafts_of_random_heads(
+    kind: str, settings: dflash.Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dflash.write(tmp_path / "head.gguf", TARGET, settings=settings, kind=kind)
+    drafts_of = dflash.PlainDFlash(TARGET, path, kind).drafts
+    head_sessions.check_drafts(path, "dflash", drafts_of, monkeypatch, fast_kernels=False)
 
 
-def test_a_head_of_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = dflash.write(tmp_path / "head.gguf", TARGET, drafts=range(300, 700))
-    head_sessions.check_drafts(path, "dflash", dflash.PlainDFlash(TARGET, path).drafts, monkeypatch, fast_kernels=False)
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_head_of_few_tokens(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = dflash.write(tmp_path / "head.gguf", TARGET, drafts=range(300, 700), kind=kind)
+    drafts_of = dflash.PlainDFlash(TARGET, path, kind).drafts
+    head_sessions.check_drafts(path, "dflash", drafts_of, monkeypatch, fast_kernels=False)
 
 
 def test_what_does_not_fit_is_said_in_one_line(head: Path, tmp_path: Path) -> None:
@@ -91,22 +108,17 @@ def test_what_does_not_fit_is_said_in_one_line(head: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("settings", "mask", "more", "message"),
+    ("settings", "mask", "message"),
     [
-        ({"selector_rank": 4}, dflash.MASK, (), "is a DFlash 2 head, which ggpipe does not support"),
-        ({"hyper_connection_count": 4}, dflash.MASK, (), "is a DSpark head for DeepSeek-V4"),
-        ({"rope.dimension_sections": [16, 0, 0, 0]}, dflash.MASK, (), "for positions with several parts"),
-        ({}, dflash.MASK, ("markov_w1.weight",), "is a DSpark head, which ggpipe does not support"),
-        ({}, None, (), "does not say which token is the mask"),
-        ({"block_size": 1}, dflash.MASK, (), "drafts blocks of 1 tokens"),
-        ({"target_layers": 3}, dflash.MASK, (), "does not say which of its target's states it reads"),
+        ({"hyper_connection_count": 4}, dflash.MASK, "is a DSpark head for DeepSeek-V4"),
+        ({}, None, "does not say which token is the mask"),
+        ({"block_size": 1}, dflash.MASK, "drafts blocks of 1 tokens"),
+        ({"target_layers": 3}, dflash.MASK, "does not say which of its target's states it reads"),
     ],
-    ids=["2", "DeepSeek-V4", "sections", "DSpark", "no mask", "block", "no layers"],
+    ids=["DeepSeek-V4", "no mask", "block", "no layers"],
 )
-def test_files_that_do_not_work(
-    settings: dflash.Settings, mask: int | None, more: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    path = dflash.write(tmp_path / "head.gguf", TARGET, settings=settings, mask=mask, more=more)
+def test_files_that_do_not_work(settings: dflash.Settings, mask: int | None, message: str, tmp_path: Path) -> None:
+    path = dflash.write(tmp_path / "head.gguf", TARGET, settings=settings, mask=mask)
     with pytest.raises(ModelError, match=message):
         needs_of(ModelFile.open(path))
 

@@ -1,12 +1,15 @@
-"""DFlash heads: random ones for a llama target, and their use as in llama.cpp's own `draft-dflash`
+"""DFlash heads: random ones of all kinds, and their use as in llama.cpp's own `draft-dflash` and `draft-dspark`
 (common/speculative.cpp).
 
 path = write(tmp_path / "head.gguf", TARGET)
 path = write(tmp_path / "head.gguf", TARGET, follows=text)      it is right now and then
+path = write(tmp_path / "head.gguf", TARGET, kind=DSPARK)
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,15 +17,26 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.layer_inputs import LastStates
 from ggpipe.llama.libllama import lib
 from support.eagle3 import PlainPair
+
+Weights = dict[str, NDArray[np.float32]]
+Settings = Mapping[str, int | bool | list[int] | list[bool]]
 
 LAYERS, BLOCK_SIZE, MASK = (2, 4, 6), 7, 3
 _N_HEAD, _N_HEAD_KV, _N_LAYER, _N_FF = 8, 4, 2, 128
 _SURE = 3.0
-
-Weights = dict[str, NDArray[np.float32]]
-Settings = Mapping[str, int | bool | list[int] | list[bool]]
+DFLASH, DSPARK, DFLASH_2 = "dflash", "dspark", "dflash2"
+N_CANDIDATES, _KERNEL, _GROUP, _RANK = 8, 3, 64, 16
+SETTINGS: Mapping[str, Settings] = {
+    DFLASH: {},
+    DSPARK: {},
+    DFLASH_2: {"conv_kernel_size": _KERNEL, "conv_group_size": _GROUP, "selector_rank": _RANK,
+               "selector_top_k": N_CANDIDATES},
+}  # fmt: skip
+"""Metadata by the kind of head."""
 
 
 def write(
@@ -35,19 +49,24 @@ def write(
     settings: Settings | None = None,
     mask: int | None = MASK,
     drop: Sequence[str] = (),
-    more: Sequence[str] = (),
+    kind: str = DFLASH,
+    layers: Sequence[int] = LAYERS,
 ) -> Path:
     """A random head with the target's own embeddings and output layer.
 
     `follows`: it says that the token comes which follows the last accepted one in this text. `drafts`: the tokens that
-    it drafts, if not all. `settings`: further metadata, or others. `drop`, `more`: tensors to leave out, and to add.
+    it drafts, if not all. `settings`: further metadata, or others. `drop`: tensors to leave out. `layers`: those whose
+    inputs it reads.
     """
     reader = gguf.GGUFReader(target)
-    weights = _random(dict(_floats(reader)), np.random.default_rng(seed))
+    chances = np.random.default_rng(seed)
+    weights = _random(dict(_floats(reader)), len(layers), chances)
+    weights |= _MORE[kind](weights, chances)
     if follows:
         _learn(weights, follows)
     if drafts is not None:
-        weights["output.weight"] = weights["output.weight"][drafts]
+        for name in {"output.weight", "markov_w2.weight"} & weights.keys():
+            weights[name] = weights[name][drafts]
     writer = gguf.GGUFWriter(path, "dflash")
     for key, field in reader.fields.items():
         if key.startswith("tokenizer."):
@@ -64,7 +83,8 @@ def write(
         "attention.head_count_kv": _N_HEAD_KV,
         "rope.dimension_count": width // _N_HEAD,
         "block_size": BLOCK_SIZE,
-        "target_layers": list(LAYERS),
+        "target_layers": list(layers),
+        **SETTINGS[kind],
         **(settings or {}),
     }
     if mask is not None:
@@ -82,8 +102,6 @@ def write(
     for name, data in weights.items():
         if name not in drop:
             writer.add_tensor(name, data)
-    for name in more:
-        writer.add_tensor(name, np.ones((width, width), np.float32))
     if drafts is not None:
         writer.add_tensor("d2t", np.array(drafts, np.int64), raw_dtype=gguf.GGMLQuantizationType.I64)
     writer.write_header_to_file()
@@ -99,15 +117,16 @@ def _floats(reader: gguf.GGUFReader) -> Iterator[tuple[str, NDArray[np.float32]]
             yield tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
 
 
-def _random(own: Weights, chances: np.random.Generator) -> Weights:
+def _matrix(chances: np.random.Generator, n_out: int, n_in: int, scale: float = 1.0) -> NDArray[np.float32]:
+    return chances.standard_normal((n_out, n_in), np.float32) * np.float32(scale / n_in**0.5)
+
+
+def _random(own: Weights, n_taps: int, chances: np.random.Generator) -> Weights:
     """`own`: the target's."""
     width = own["token_embd.weight"].shape[1]
     size = width // _N_HEAD
-
-    def matrix(n_out: int, n_in: int) -> NDArray[np.float32]:
-        return chances.standard_normal((n_out, n_in), np.float32) / np.float32(n_in**0.5)
-
-    weights = {**own, "fc.weight": matrix(width, len(LAYERS) * width)}
+    matrix = functools.partial(_matrix, chances)
+    weights = {**own, "fc.weight": matrix(width, n_taps * width)}
     shapes = {
         "attn_q": (width, width), "attn_k": (_N_HEAD_KV * size, width), "attn_v": (_N_HEAD_KV * size, width),
         "attn_output": (width, width), "ffn_gate": (_N_FF, width), "ffn_up": (_N_FF, width), "ffn_down": (width, _N_FF),
@@ -117,6 +136,35 @@ def _random(own: Weights, chances: np.random.Generator) -> Weights:
         weights |= {f"blk.{layer}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
         weights |= {f"blk.{layer}.{name}.weight": np.ones(n, np.float32) for name, n in norms.items()}
     return weights | {f"{name}.weight": np.ones(width, np.float32) for name in ("enc.output_norm", "output_norm")}
+
+
+def _with_markov_head(weights: Weights, chances: np.random.Generator) -> Weights:
+    n_tokens, width = weights["token_embd.weight"].shape
+    return {
+        "markov_w1.weight": _matrix(chances, n_tokens, _RANK, scale=_RANK**0.5),
+        "markov_w2.weight": _matrix(chances, n_tokens, _RANK),
+        "conf_proj.weight": _matrix(chances, 1, width + _RANK),
+        "conf_proj.bias": np.ones(1, np.float32),
+    }
+
+
+def _with_selector(weights: Weights, chances: np.random.Generator) -> Weights:
+    n_tokens, width = weights["token_embd.weight"].shape
+    more = {
+        "selector_predecessor.weight": _matrix(chances, n_tokens, _RANK, scale=_RANK**0.5),
+        "selector_successor.weight": _matrix(chances, n_tokens, _RANK),
+        "selector_hidden.weight": _matrix(chances, _RANK, width),
+    }
+    for layer, part in itertools.product(range(_N_LAYER), ("attn", "ffn")):
+        base = np.zeros((2, _KERNEL, width), np.float32)
+        base[:, 0] = 1  # a row's own numbers
+        more[f"blk.{layer}.{part}_conv_base"] = base + 0.1 * chances.standard_normal(base.shape, np.float32)
+        n_projected = 2 * _KERNEL * width // _GROUP
+        more[f"blk.{layer}.{part}_conv_proj.weight"] = _matrix(chances, n_projected, width, scale=0.1)
+    return more
+
+
+_MORE = {DFLASH: lambda weights, chances: {}, DSPARK: _with_markov_head, DFLASH_2: _with_selector}
 
 
 def _learn(weights: Weights, text: Sequence[int]) -> None:
@@ -155,9 +203,15 @@ def _learn(weights: Weights, text: Sequence[int]) -> None:
 class PlainDFlash(PlainPair):
     """A target, and its DFlash head."""
 
-    def __init__(self, target: Path, head: Path) -> None:
-        super().__init__(target, head, len(LAYERS))
+    def __init__(self, target: Path, head: Path, kind: str = DFLASH, n_taps: int = len(LAYERS)) -> None:
+        """`n_taps`: how many layers' inputs it reads."""
+        super().__init__(target, head, n_taps)
         lib.llama_set_causal_attn(self._head.context, False)
+        self._kind = kind
+        if kind == DFLASH_2:
+            self._packed = LastStates(self._head.context, of_all_rows=True)
+        metadata = ModelFile.open(head).metadata
+        self._first = 0 if kind == DSPARK and metadata.get("dflash.sample_from_anchor") is not False else 1
 
     def drafts(
         self, prompt: Sequence[int], output: Sequence[int], epochs: Sequence[int], n_draft: int
@@ -171,7 +225,17 @@ class PlainDFlash(PlainPair):
             last = len(prompt) + epoch - 1  # of the accepted tokens
             n = int(lib.llama_memory_seq_pos_max(head.memory, 0)) + 1
             head.compute(lib.llama_decode, (), n, states[n:last], outputs=False)
-            head.compute(lib.llama_decode, [text[last], *[MASK] * n_draft], last, None, outputs=True)
-            drafted[epoch] = [head.best(row) for row in range(1, n_draft + 1)]
+            masks = [MASK] * (n_draft - 1 + self._first)
+            head.compute(lib.llama_decode, [text[last], *masks], last, None, outputs=self._kind != DFLASH_2)
+            rows = range(self._first, self._first + n_draft)
+            drafted[epoch] = self._selected(n_draft) if self._kind == DFLASH_2 else [head.best(row) for row in rows]
             lib.llama_memory_seq_rm(head.memory, 0, last, -1)
         return drafted
+
+    def _selected(self, n_draft: int) -> list[int]:
+        """The path of the highest scores, each after the candidate before."""
+        found, before, n = list[int](), 0, N_CANDIDATES
+        for packed in self._packed.of_run(n_draft + 1, self._head.n_embd)[1:]:
+            before = int(packed[n + before * n : n + (before + 1) * n].argmax())
+            found.append(int(packed[before]))
+        return found

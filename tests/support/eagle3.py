@@ -50,7 +50,7 @@ class Whole:
             n,
             ids,
             embd,
-            (ctypes.c_int32 * n)(*range(pos, pos + n)),
+            (ctypes.c_int32 * (4 * n))(*[*range(pos, pos + n)] * 3),  # of several dimensions where the model has some
             (ctypes.c_int32 * n)(*[1] * n),
             (_INTS * n)(*[ctypes.cast(own, _INTS)] * n),
             ctypes.cast((ctypes.c_int8 * n)(*[outputs] * n), ctypes.POINTER(ctypes.c_int8)),

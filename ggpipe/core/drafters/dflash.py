@@ -7,9 +7,12 @@ the head's stage computes the block and forgets it, so that only states of the t
     the block says of each position      which tokens are probable there, whatever is drafted before
     so the tree has for each node        the candidates of the next position, with the same probabilities
 
+Of some heads, it says that after each candidate of the position before (`RowLogits.after`). Then branches have
+candidates of their own, and the block still holds when the text follows one of them.
+
 No draft token is decoded: as soon as a block has come, the tree is as deep as that. A block holds until the text leaves
-its most probable tokens. The next one, which begins at the new root, is drafted then, or when half of the block is
-text. Until it has come, drafting continues with the rest of the old one.
+what it says. The next one, which begins at the new root, is drafted when the text leaves its most probable tokens, or
+when half of the block is text. Until it has come, drafting continues with the rest of the old one.
 """
 
 from __future__ import annotations
@@ -29,16 +32,17 @@ from ggpipe.core.tree import Node
 
 _MOST_NODES = 128
 """Draft tokens of a block, at most."""
+_ROUNDING = 1e-6
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _BlockState(HeadState):
     """A request that is drafted for."""
 
-    block: dict[int, Candidates] = field(default_factory=dict)
-    """Candidates by the position of the token that they follow, the root or later."""
     rows: dict[int, RowLogits] = field(default_factory=dict)
-    """The block's logits, by the same positions."""
+    """The block by the position of the token that each row follows, the root or later."""
+    left_block: bool = False
+    """The text went on otherwise than the block finds most probable. What the block says after that still counts."""
 
     @property
     def block_size(self) -> int:
@@ -51,8 +55,10 @@ class _BlockState(HeadState):
     @property
     def needs_block(self) -> bool:
         """Whether to draft a block now. While the text follows one, the head stays free for the next correction."""
-        n_left = max(self.block, default=-1) + 1 - self.tree.root.pos
-        return not self.overlaps or n_left < min(self.horizon / 2, self.deepest - self.tree.root.pos)
+        if self.left_block or not self.overlaps:
+            return True
+        n_left = max(self.rows, default=-1) + 1 - self.tree.root.pos
+        return n_left < min(self.horizon / 2, self.deepest - self.tree.root.pos)
 
     def tips(self) -> Iterator[Node]:
         """Draft tokens are not decoded."""
@@ -63,24 +69,33 @@ class _BlockState(HeadState):
         for node in nodes:
             if node.logits is None or not (self.overlaps or node is self.tree.root):
                 continue
-            rows = self._adjusted_block(node.pos, (node.logits, *node.logits.later))
-            block = {pos: self.candidates(row, pos) for pos, row in rows.items() if row.ids}
-            since = enumerate(self.tokens[node.pos + 1 :], node.pos)
-            if all(pos in block and block[pos][0][0] == token for pos, token in since):
-                self.block, self.rows = block, rows
+            rows, has_left = dict(enumerate((node.logits, *node.logits.later), node.pos)), False
+            for pos, token in enumerate(self.tokens[node.pos + 1 :], node.pos):
+                row = _row_after(rows, pos, self.tokens[pos])
+                is_best = row is not None and self.candidates(row, pos)[0][0] == token
+                if not is_best and not _knows(rows, pos + 1, token):
+                    break
+                has_left |= not is_best
+            else:
+                self.rows, self.left_block = rows, has_left
                 self._open_block()
 
-    def _adjusted_block(self, pos: int, block: Iterable[RowLogits]) -> dict[int, RowLogits]:
-        """A block's rows by position, from `pos` on. Those from the root on are adjusted as if the best tokens of those
-        before had been written."""
-        rows: dict[int, RowLogits] = {}
-        path: tuple[int, ...] = ()
-        for at, row in enumerate(block, pos):
-            rows[at] = row
-            if at >= self.tree.root.pos and row.ids:
-                rows[at] = adjusted = self.adjusted(row, path)
-                path += (adjusted.ids or ())[:1]
-        return rows
+    def following(self, node: Node) -> RowLogits | None:
+        """What the block says of the token after a node; None: nothing."""
+        row = _row_after(self.rows, node.pos, self.tokens[-1] if node is self.tree.root else node.token)
+        row = self.adjusted(row, node.path) if row is not None else None
+        return row if row is not None and row.ids else None
+
+    def candidates(self, row: RowLogits, pos: int) -> Candidates:
+        """As `DraftState.candidates`. Where the head says apart how probable its best token is, the others share the
+        rest."""
+        found = DraftState.candidates(self, row, pos)
+        if row.confidence is None or self.foresight is not None or self.adjusted_rows is not None or not row.ids:
+            return found
+        (best, prob), *others = found
+        share = (1 - row.confidence) / max(1 - prob, _ROUNDING)
+        weighed = [(best, row.confidence), *((token, other * share) for token, other in others)]
+        return tuple(sorted(weighed, key=lambda one: -one[1]))
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
         """As `HeadState.accept`."""
@@ -92,26 +107,31 @@ class _BlockState(HeadState):
     def _open_block(self) -> None:
         """Draft from the block, instead of what an earlier one said."""
         root = self.tree.root
-        if root.pos in self.block:
+        if (row := self.following(root)) is not None:
             self.tree.drop_waiting()
             self.sent_nodes = {root: self.sent}
-            self.open = {root: self.block[root.pos]}
+            self.open = {root: self.candidates(row, root.pos)}
             self.untried = [root]
 
     def _judge(self, token: int) -> None:
-        found = self.block.get(self.tree.root.pos, ())
-        if self.is_best_first:
+        root = self.tree.root
+        row = self.following(root)
+        found = self.candidates(row, root.pos) if row is not None else ()
+        if row is not None and self.is_best_first:
             for i, (candidate, prob) in enumerate(found):
                 self.calibration.judged(prob, candidate == token, is_best=i == 0)
-            if found and self.foresight is not None and self.knows_numbers:
-                self.foresight.learn(self.rows[self.tree.root.pos], self.n_drawn, token)
+            if self.foresight is not None and self.knows_numbers:
+                self.foresight.learn(row, self.n_drawn, token)
         if not found or found[0][0] != token:
-            self.block = {}
+            self.left_block = _knows(self.rows, root.pos + 1, token)
+            if not self.left_block:
+                self.rows = {}
 
     def _expand(self, node: Node, found: Candidates, probabilities: Sequence[float]) -> None:
         HeadState._expand(self, node, found, probabilities)
-        if following := self.block.get(node.pos + 1):
-            self.open.update(dict.fromkeys(node.children.values(), following))
+        for child in node.children.values():
+            if (row := self.following(child)) is not None:
+                self.open[child] = self.candidates(row, child.pos)
 
     def _grow_best_first(self) -> list[tuple[Expansion, ...]]:
         full: list[tuple[Expansion, ...]] = []
@@ -139,6 +159,19 @@ class _BlockState(HeadState):
             n_before = self.tree.n_nodes
             full += HeadState._grow_by_thresholds(self)
         return full
+
+
+def _row_after(rows: dict[int, RowLogits], pos: int, token: int) -> RowLogits | None:
+    """What a block says at a position after this token; None: nothing."""
+    row = rows.get(pos)
+    if row is None or not row.ids:
+        return None
+    return next((other for before, other in row.after if before == token), row)
+
+
+def _knows(rows: dict[int, RowLogits], pos: int, token: int) -> bool:
+    """Whether a block says more of a position after this token than after others."""
+    return pos in rows and any(before == token for before, _ in rows[pos].after)
 
 
 class DFlashHead(EagleHead):
