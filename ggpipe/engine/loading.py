@@ -112,13 +112,6 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                         f" {draft.model.path.name} cannot roll back its KV state: running without it",
                     )
                 )
-            elif not vocab.rolls_back and kinds[drafter] in registry.HEADS:
-                agreed.warnings.append(
-                    Wording(
-                        Setting("draft.model"),
-                        f" {draft.model.path.name} does not draft for recurrent and hybrid models: running without it",
-                    )
-                )
             elif takes_back:
                 draft_context = progress.context_of(draft_layout)
                 limits = _limits(draft.context, draft_layout, draft_context, n_requests, hello.work)

@@ -82,9 +82,12 @@ class Target:
 class Driven(DrafterDriver):
     """The drafter over a fake pipeline."""
 
-    def __init__(self, target: Target, model: FakeDraftModel, head: type[EagleHead] = EagleHead) -> None:
+    def __init__(
+        self, target: Target, model: FakeDraftModel, head: type[EagleHead] = EagleHead, knows_paths: bool = False
+    ) -> None:
+        """`knows_paths`: a block says of each position what comes after any candidate of the one before."""
         limits = Limits(n_ctx=200, n_batch=6, n_ubatch=6, n_in_flight=2, n_seq=24, n_requests=2, n_prefixes=2)
-        self.target, self.model = target, model
+        self.target, self.model, self.knows_paths = target, model, knows_paths
         super().__init__(
             head(3, DraftPipeline(limits=limits, horizon=HORIZON)), FakePipeline(1, 200, 24, 6, self._answer)
         )
@@ -96,13 +99,17 @@ class Driven(DrafterDriver):
         self.sent: list[MicroBatch] = []
 
     def _answer(self, i: int, row: Row, want: LogitsRequest, history: Tokens) -> RowLogits:
-        first, *later = [self._say(i, history[-1:], want.n, ahead) for ahead in range(want.n_positions)]
-        return structs.replace(first, later=tuple(later))
+        block = [self._say(i, history[-1:], want.n)]
+        for _ in range(want.n_positions - 1):  # each after the most probable ones before
+            assert block[-1].ids is not None
+            said = self._say(i, block[-1].ids[:1], want.n)
+            if self.knows_paths:
+                after = [(token, self._say(i, (token,), want.n)) for token in range(self.model.target.n_vocab)]
+                said = structs.replace(said, after=tuple(after))
+            block.append(said)
+        return structs.replace(block[0], later=tuple(block[1:]))
 
-    def _say(self, i: int, last: Tokens, n: int, ahead: int) -> RowLogits:
-        """What it says of the token after the next ones, `ahead` of them: those that it finds most probable."""
-        for _ in range(ahead):
-            last = (self.model.candidates(last, 1)[0][0],)
+    def _say(self, i: int, last: Tokens, n: int) -> RowLogits:
         best = self.model.candidates(last, n)
         return RowLogits(i, tuple(token for token, _ in best), tuple(math.log(prob) for _, prob in best), 0.0)
 
@@ -182,9 +189,9 @@ class Driven(DrafterDriver):
                 self.numbers[batch.request, expansion.first + i] = (*path, token)
 
 
-def begun(*prompt: int, look_ahead: int = 20, head: type[EagleHead] = EagleHead) -> Driven:
+def begun(*prompt: int, look_ahead: int = 20, head: type[EagleHead] = EagleHead, knows_paths: bool = False) -> Driven:
     """A drafter that is told of a request with this prompt."""
-    driven = Driven(Target(), FakeDraftModel(FakeModel(9, 1), 1.0), head)
+    driven = Driven(Target(), FakeDraftModel(FakeModel(9, 1), 1.0), head, knows_paths)
     driven.target.begin(1, prompt, 0, SpeculationConfig(policy="thresholds"), look_ahead)
     return driven
 
@@ -195,11 +202,13 @@ def play_out(driven: Driven) -> None:
         moves[0][1]()
 
 
-def check_any_order(head: type[EagleHead], speculation: SpeculationConfig, seed: int, agreement: float) -> None:
-    """Two requests, of which messages, states and results come in some order."""
+def check_any_order(
+    head: type[EagleHead], speculation: SpeculationConfig, seed: int, agreement: float, knows_paths: bool = False
+) -> None:
+    """Two requests, of which messages, states and results come in some order. `knows_paths`: as for `Driven`."""
     chances = random.Random(seed)
     target = Target()
-    driven = Driven(target, FakeDraftModel(FakeModel(9, seed), agreement), head)
+    driven = Driven(target, FakeDraftModel(FakeModel(9, seed), agreement), head, knows_paths)
 
     def play(n: int) -> None:
         for _ in range(n):
@@ -219,7 +228,7 @@ def check_any_order(head: type[EagleHead], speculation: SpeculationConfig, seed:
         text = target.text[request]
         tokens: list[int] = []
         for _ in range(chances.randint(1, 3)):
-            tokens.append(driven.model.candidates((*text, *tokens)[-1:], 1)[0][0])
+            tokens.append(chances.choice(driven.model.candidates((*text, *tokens)[-1:], 1 + chances.randrange(2)))[0])
         target.accept(request, tuple(tokens), chances.choice([3, 20]))
         play(chances.randrange(30))
     play(10_000)

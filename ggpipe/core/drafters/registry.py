@@ -46,13 +46,15 @@ _ALIASES = {
     "draft-eagle3": "eagle3",
     "draft-mtp": MTP,
     "draft-dflash": "dflash",
+    "draft-dspark": "dflash",
+    "dspark": "dflash",
     "ngram-simple": "ngram",
     "ngram-map-k": "ngram",
     "ngram-map-k4v": "ngram",
     "ngram-mod": "ngram",
     "ngram-cache": "ngram",
 }
-"""llama.cpp's names."""
+"""llama.cpp's names, and a kind of DFlash heads."""
 
 
 def kind_of(architecture: str) -> str:
