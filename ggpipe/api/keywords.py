@@ -22,10 +22,11 @@ class RequestOptions(TypedDict, total=False):
     iterative: no draft tokens."""
     spec_type: str
     """Drafters, separated by commas: draft, eagle3, dflash, mtp, ngram, grammar, or none. Several drafters share one
-    tree. draft: the draft model. eagle3, dflash: the EAGLE-3 or DFlash head that `draft` names. mtp: the model's own
-    layers for multi-token prediction, on the last rank after the / or else inside the first rank. ngram: repeat what
-    followed the same tokens earlier, in this request or another one; needs no model. grammar: the tokens that a JSON
-    schema or a tool forces; needs no model. Default: grammar, and with `draft` what its file is and ngram."""
+    tree. draft: the draft model. eagle3, dflash: the EAGLE-3 or DFlash (also DSpark) head that `draft` names. mtp: the
+    model's own layers for multi-token prediction, on the last rank after the / or else inside the first rank. ngram:
+    repeat what followed the same tokens earlier, in this request or another one; needs no model. grammar: the tokens
+    that a JSON schema or a tool forces; needs no model. Default: grammar, and with `draft` what its file is and
+    ngram."""
     policy: Literal["best-first", "thresholds"]
     """How draft trees grow in async mode. best-first: most probable paths first, wider if additional rows are cheap.
     thresholds: PipeInfer's policy, selected by any of `p_split`, `p_recovery`, `p_decay` and `n_parallel`. Default:
