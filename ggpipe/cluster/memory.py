@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ggpipe.cluster.model_shape import FLOAT_BYTES, ModelShape
 from ggpipe.core.layout import Layout, part_shares
+from ggpipe.core.overtaking import MOST_ROWS, pays
 
 USABLE = 0.95
 """Share of a machine's memory that ranks may use."""
@@ -70,8 +71,9 @@ def weight_bytes(shape: ModelShape, layers: tuple[int, int]) -> int:
     return sum(shape.layer_bytes[a:b]) + edges
 
 
-def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatch: int) -> Memory:
+def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatch: int, pauses: bool = False) -> Memory:
     """Memory of a stage with layers [a, b), without that of the process. `n_ctx`: tokens; 0: the training length.
+    `pauses`: its long runs pause for others, which have buffers of their own.
 
     For a part of a group, `shape` is the shape of the part.
     """
@@ -89,7 +91,7 @@ def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatc
     return Memory(
         weight_bytes(shape, layers),
         shape.cell_bytes(layers) * n_cells + shape.state_bytes(layers),
-        n_rows * compute_bytes,
+        (n_rows + pauses * min(MOST_ROWS, n_rows)) * compute_bytes,
         n_rows * other_bytes + _TOKEN_BYTES * shape.n_vocab,
     )
 
@@ -113,7 +115,8 @@ def memory_by_rank(
     def rank_memory(shape: ModelShape, layout: Layout, rank: int) -> Memory:
         stage = layout.stage_of(rank)
         share = part_shares(len(stage.ranks), tensor_split)[layout.part_of(rank)]
-        own = stage_memory(shape.part(share), stage.layers, n_ctx, n_ubatch)
+        pauses = shape is target and pays(len(layout.stages) == 1, target.sparsity)
+        own = stage_memory(shape.part(share), stage.layers, n_ctx, n_ubatch, pauses)
         return own + process_memory(shape, rank == layout.head)
 
     needs = {rank: rank_memory(target, layout, rank) for rank in layout.ranks}

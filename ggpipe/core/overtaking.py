@@ -21,6 +21,8 @@ CONTINUES = 0.7
 """Times a pause: so long a run continues at least before the next one. With 0, prompts hardly advance where a stage has
 many layers, which take much less time than others' runs; with 1, requests on groups end 4 to 5 % later (simulated,
 prompts of 1,000 tokens that arrive at random)."""
+MOST_ROWS = 64
+"""Of a run that overtakes. Stages have buffers for that many besides those of long runs."""
 
 
 def pays(is_only_stage: bool, sparsity: float) -> bool:

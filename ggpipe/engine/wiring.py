@@ -178,5 +178,5 @@ def context_of(stage: Stage) -> StageContext:
         n_branches=stage.n_branches,
         partial_prefixes=stage.partial_prefixes,
         rolls_back=stage.rolls_back,
-        can_pause=stage.can_pause,
+        can_pause=stage.pauses is not None,
     )

@@ -9,13 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from ggpipe.config.context import ContextConfig
-from ggpipe.core.overtaking import CONTINUES
+from ggpipe.core.overtaking import CONTINUES, MOST_ROWS
 from ggpipe.llama.layers import Loras
 from ggpipe.llama.libllama import lib, native
 from ggpipe.llama.params import LlamaBatch, context_params
-
-_MOST_ROWS = 64
-"""Rows of a short run. The context's buffers are made for this number."""
 
 
 class Pauses:
@@ -77,7 +74,7 @@ def open_pauses(
     `config`, `loras`, `batch`: those of the first one.
     """
     native_stage.touch_cells = False  # those of the first one have their memory
-    params = context_params(replace(config, n_ubatch=min(_MOST_ROWS, config.n_ubatch)), *threads)
+    params = context_params(replace(config, n_ubatch=min(MOST_ROWS, config.n_ubatch)), *threads)
     native_stage.pause()  # a group keeps graphs of each context
     context = lib.llama_init_from_model(model, params)
     native_stage.resume()

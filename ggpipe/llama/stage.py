@@ -113,6 +113,7 @@ class Stage:
         self._model: Any = None
         self._context: Any = None
         self.pauses: Pauses | None = None
+        """Of runs with `Run.pauses`; None: they do not pause for others."""
         self._layer_inputs: LayerInputs | None = None
         self._kinds: Set[LogitsKind] = frozenset()  # the logits that rows of the last run requested
         self._wanted_bytes: Mapping[str, int] = {}
@@ -140,8 +141,9 @@ class Stage:
             contexts = [self._context, self.pauses.context] if self.pauses else [self._context]
             self._layer_inputs = LayerInputs(contexts, own, self._n_embd, model_file.n_layer) if own else None
             self.cut = self._dry_run()
-            self.can_pause: bool = self.pauses is not None and self._native.pause_places > 0
-            """Whether runs with `Run.pauses` pause for others."""
+            if self.pauses is not None and not self._native.pause_places:
+                self.pauses.close()
+                self.pauses = None
             self._filter = self._row_filter(context)
             self.exact_in_company: bool = (
                 self._native.orders_cells and model_file.architecture not in _DIFFER_IN_COMPANY
@@ -292,7 +294,7 @@ class Stage:
         if self.is_last and (kinds := {logits_request.kind for logits_request in run.logits_requests}) != self._kinds:
             self._want_hidden(kinds)
         self._native.n_threads = self._threads[len(run.rows) > 1]
-        self._native.pauses = run.pauses and self.can_pause and self._may_abort(run)
+        self._native.pauses = run.pauses and self.pauses is not None and self._may_abort(run)
         self._native.begin_run(run.id if self._may_abort(run) else _NO_RUN, received, headroom)
         before_s = self.pauses.spent_s if self.pauses is not None else 0.0
         start_s = time.perf_counter()

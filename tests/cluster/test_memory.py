@@ -80,13 +80,17 @@ def needed(path: Path, layers: tuple[int, int], n_ctx: int, n_ubatch: int, flash
 
 
 def compute_bytes(
-    path: Path, layers: tuple[int, int], context: ContextConfig, capsys: pytest.CaptureFixture[str]
+    path: Path,
+    layers: tuple[int, int],
+    context: ContextConfig,
+    capsys: pytest.CaptureFixture[str],
+    pauses: bool = False,
 ) -> float:
     """What libllama says that it takes to compute in, on this rank."""
     libllama.set_log_level(2)
     capsys.readouterr()
     try:
-        Stage(ModelFile.open(path), layers, ModelConfig(path=path), context, (1, 1)).close()
+        Stage(ModelFile.open(path), layers, ModelConfig(path=path), context, (1, 1), pauses=pauses).close()
     finally:
         libllama.set_log_level(5)
     sizes = re.findall(r"(?:LOCAL|HOST) compute buffer size = *([\d.]+) MiB", capsys.readouterr().err)
@@ -116,6 +120,17 @@ def test_logits_take_memory(n_ubatch: int, large_vocabulary: Path, capsys: pytes
     got = needed(large_vocabulary, (2, 3), 1024, n_ubatch).compute
     assert made > n_ubatch * 4 * 50_000
     assert 0.98 * made <= got <= 1.05 * made
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (2, 3)])
+def test_runs_in_pauses_have_buffers_of_their_own(
+    layers: tuple[int, int], models: Mapping[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, context = models["llama"], ContextConfig(n_ctx=1024, n_ubatch=512)
+    made = compute_bytes(path, layers, context, capsys, pauses=True)
+    assert made > 1.05 * compute_bytes(path, layers, context, capsys)
+    got = stage_memory(shape_of(ModelFile.open(path)), layers, 1024, 512, pauses=True).compute
+    assert 0.98 * made <= got <= 1.2 * made
 
 
 def test_weights_and_cells(large_vocabulary: Path) -> None:
@@ -177,7 +192,7 @@ def test_the_ranks_of_a_group_divide_weights_and_cells() -> None:
     shape = shape_of(ModelFile.open(TARGET))
     layout = lay_out(shape.n_layer, 3, LayerSplit((0.5, 0.5), (1, 2)))
     alone, first, second = memory_by_rank(shape, layout, [], 1024, 512, (3, 1)).values()
-    whole = stage_memory(shape, layout.layers_of(1), 1024, 512)
+    whole = stage_memory(shape, layout.layers_of(1), 1024, 512, pauses=True)
     assert first.weights == pytest.approx(0.75 * whole.weights, rel=0.01), "all but norms"
     assert second.kv == pytest.approx(0.25 * whole.kv)
     assert first.compute == second.compute == whole.compute

@@ -166,9 +166,9 @@ def test_graphs_that_name_no_place_do_not_pause(folder: Path) -> None:
     with two_stages(
         write("qwen4exp", folder / "qwen4exp.gguf", n_layer=4), ContextConfig(n_ctx=256, n_seq=3)
     ) as stages:
-        assert not any(stage.can_pause for stage in stages)
+        assert all(stage.pauses is None for stage in stages)
     with two_stages(make("llama", folder / "llama.gguf"), ContextConfig(n_ctx=256, n_seq=3)) as stages:
-        assert all(stage.can_pause for stage in stages)
+        assert all(stage.pauses is not None for stage in stages)
 
 
 def test_hidden_states_are_those_of_the_run_that_paused(folder: Path) -> None:
