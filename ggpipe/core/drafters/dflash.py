@@ -94,8 +94,7 @@ class _BlockState(HeadState):
             return found
         (best, prob), *others = found
         share = (1 - row.confidence) / max(1 - prob, _ROUNDING)
-        weighed = [(best, row.confidence), *((token, other * share) for token, other in others)]
-        return tuple(sorted(weighed, key=lambda one: -one[1]))
+        return ((best, row.confidence), *((token, min(other * share, row.confidence)) for token, other in others))
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
         """As `HeadState.accept`."""
