@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 
 import msgspec
@@ -26,6 +27,19 @@ class Expansion(msgspec.Struct, frozen=True):
     first: int
     n: int
     candidates: Candidates
+    again: tuple[tuple[int, float], ...] = ()
+    """Draft tokens that it named before after this node, by their numbers, with their probabilities as it finds them
+    now."""
+
+
+class BlockOf(enum.IntEnum):
+    """Which block draft tokens are from, of a head that drafts a block at a time."""
+
+    NONE = 0
+    """The drafter has no blocks."""
+    THIS_ROOT = 1
+    EARLIER_ROOT = 2
+    """What an earlier block says of the tokens after the last accepted one; one that begins there may still come."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +53,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """The drafter sends nothing more until a further token is accepted."""
     drafter: int = 0
     """Which drafter drafted them."""
+    block: BlockOf = BlockOf.NONE
 
 
 class VocabOutline(msgspec.Struct, frozen=True, kw_only=True):

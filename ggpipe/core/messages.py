@@ -154,8 +154,6 @@ class RowLogits(msgspec.Struct, frozen=True):
     after: tuple[tuple[int, RowLogits], ...] = ()
     """The same after other tokens just before than the most probable one, by these tokens: of a head that drafts a
     block at a time and knows them. They do not travel."""
-    confidence: float | None = None
-    """How probable it is that the first of `ids` is the target's token, if a head says so apart. It does not travel."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):

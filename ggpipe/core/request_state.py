@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from ggpipe.core.draft_messages import BeginDrafting, MicroBatch
+from ggpipe.core.draft_messages import BeginDrafting, BlockOf, MicroBatch
 from ggpipe.core.drafters.request_drafters import RequestDrafters
 from ggpipe.core.events import Finished
 from ggpipe.core.kv.radix_tree import Prefix
@@ -380,7 +380,8 @@ class RequestState(SequenceState):
         """A drafter sent draft tokens: add those to the tree that may still be accepted, and return them."""
         if micro_batch.drafter not in self.drafters:
             return []
-        self.drafted_at = now
+        if micro_batch.block is not BlockOf.EARLIER_ROOT:
+            self.drafted_at = now
         self.counters.drafted_tokens += sum(expansion.n for expansion in micro_batch.expansions)
         return self.drafters.add(micro_batch, self.output, self._may_follow, now)
 

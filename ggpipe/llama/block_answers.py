@@ -1,8 +1,8 @@
 """What the kinds of DFlash heads say of a block's positions.
 
     DFlash       logits of each position, whatever token comes just before it
-    DSpark       a Markov head adds a bias for the token just before, and chooses the most probable one for each of the
-                 next positions; a second head says how probable it is that this one is right
+    DSpark       a Markov head adds a bias for the token just before, the most probable one in libllama's graph; how
+                 confident another head is of that one is not used: each drafter's probabilities are calibrated anyway
     DFlash 2     for each position the best candidates, and a score of each after each candidate of the position before
 
 Where the token just before counts, answers say it for all candidates of the position before (`RowLogits.after`), so
@@ -25,7 +25,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.layer_inputs import LastStates
 from ggpipe.llama.params import best_of
 
-_MARKOV, _MARKOV_OUTPUT, _CONFIDENCE = "markov_w1.weight", "markov_w2.weight", "conf_proj.weight"
+_MARKOV, _MARKOV_OUTPUT = "markov_w1.weight", "markov_w2.weight"
 _MARKOV_SCALE, _SELECTOR, _DRAFTED = "markov_w2.scale", "selector_hidden.weight", "d2t"
 _MOST_BEFORE = 8
 """Candidates of a position after which those of the next one are known, at most."""
@@ -54,7 +54,7 @@ class BlockAnswers(Protocol):
 def answers_of(model_file: ModelFile, context: int, width: int) -> BlockAnswers:
     """Those of a head. `context`: libllama's, of the head; `width`: of its states, in numbers."""
     if is_dspark(model_file):
-        return _Markov(model_file, LastStates(context, of_all_rows=True), width, samples_from_anchor(model_file))
+        return _Markov(model_file, samples_from_anchor(model_file))
     n_candidates = model_file.metadata.get("dflash.selector_top_k")
     if _SELECTOR in model_file.tensors and isinstance(n_candidates, int):
         return _Selector(n_candidates, LastStates(context, of_all_rows=True), width)
@@ -85,10 +85,8 @@ class _Markov:
 
     outputs = True
 
-    def __init__(self, model_file: ModelFile, states: LastStates, width: int, from_anchor: bool) -> None:
+    def __init__(self, model_file: ModelFile, from_anchor: bool) -> None:
         self.from_anchor = from_anchor
-        self._states, self._width = states, width
-        self._has_confidence = _CONFIDENCE in model_file.tensors
         n_tokens = model_file.array_lengths["tokenizer.ggml.tokens"]
         self._row_of, n_drafted = np.arange(n_tokens), n_tokens
         """By token: its row in the Markov head's output, where it is one that the head drafts."""
@@ -110,9 +108,6 @@ class _Markov:
             found = [best_of(number, logits_of(i), request) for i in own]
         else:
             found = [_first(row, request.n) for row in considered]
-        if self._has_confidence:
-            confidences = self._states.of_run(n_rows, self._width)[own.start :, 0].tolist()
-            found = [structs.replace(row, confidence=one) for row, one in zip(found, confidences, strict=True)]
         chosen = [int(logits_of(i).argmax()) for i in own[:-1]]
         befores = [
             [token for token in row.ids[:_MOST_BEFORE] if token != best] if row.ids else []

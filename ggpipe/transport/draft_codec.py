@@ -10,6 +10,7 @@ import msgspec
 from ggpipe.core.draft_messages import (
     Accepted,
     BeginDrafting,
+    BlockOf,
     DrafterMessage,
     EndDrafting,
     Expansion,
@@ -35,9 +36,9 @@ _TO_DRAFTER = struct.Struct("<BBqqidqI")
 _BEGIN, _ACCEPTED, _DONE, _SHARED = 1, 2, 3, 4
 _BEGIN_DECODER = msgspec.msgpack.Decoder(BeginDrafting)  # once a request: no hot path
 _SHARED_DECODER = msgspec.msgpack.Decoder(tuple[SharedToken, ...])
-# version, complete, drafter, request, epoch, expansions, runs
-_MICRO_BATCH = struct.Struct("<BBHqqII")
-_EXPANSION = struct.Struct("<iiII")
+# version, complete, block, drafter, request, epoch, expansions, runs
+_MICRO_BATCH = struct.Struct("<BBBHqqII")
+_EXPANSION = struct.Struct("<iiIII")
 _CANDIDATE = struct.Struct("<id")
 # run, request, rows, draft tokens, cancelled, spans
 _RECORD = struct.Struct("<qqIIIBH")
@@ -80,12 +81,20 @@ def micro_batch_message(batch: MicroBatch, records: Sequence[RunRecord]) -> Payl
     """Draft tokens as one message, with the drafter's runs that ended since the last one, for statistics."""
     parts = [
         _MICRO_BATCH.pack(
-            VERSION, batch.complete, batch.drafter, batch.request, batch.epoch, len(batch.expansions), len(records)
+            VERSION,
+            batch.complete,
+            batch.block,
+            batch.drafter,
+            batch.request,
+            batch.epoch,
+            len(batch.expansions),
+            len(records),
         )
     ]
     for expansion in batch.expansions:
-        parts.append(_EXPANSION.pack(expansion.parent, expansion.first, expansion.n, len(expansion.candidates)))
-        parts += [_CANDIDATE.pack(token, prob) for token, prob in expansion.candidates]
+        own, again = expansion.candidates, expansion.again
+        parts.append(_EXPANSION.pack(expansion.parent, expansion.first, expansion.n, len(own), len(again)))
+        parts += [_CANDIDATE.pack(token, prob) for token, prob in (*own, *again)]
     for record in records:
         head = _RECORD.pack(
             record.id,
@@ -104,14 +113,15 @@ def read_micro_batch(payload: Payload) -> tuple[MicroBatch, tuple[RunRecord, ...
     """The inverse of `micro_batch_message`."""
     view = memoryview(payload)
     check_version(view)
-    _, complete, drafter, request, epoch, n_expansions, n_records = _MICRO_BATCH.unpack_from(view)
+    _, complete, block, drafter, request, epoch, n_expansions, n_records = _MICRO_BATCH.unpack_from(view)
     at = _MICRO_BATCH.size
     expansions = []
     for _ in range(n_expansions):
-        parent, first, n, n_candidates = _EXPANSION.unpack_from(view, at)
+        parent, first, n, n_candidates, n_again = _EXPANSION.unpack_from(view, at)
         at += _EXPANSION.size
-        end = at + n_candidates * _CANDIDATE.size
-        expansions.append(Expansion(parent, first, n, tuple(_CANDIDATE.iter_unpack(view[at:end]))))
+        end = at + (n_candidates + n_again) * _CANDIDATE.size
+        found = tuple(_CANDIDATE.iter_unpack(view[at:end]))
+        expansions.append(Expansion(parent, first, n, found[:n_candidates], found[n_candidates:]))
         at = end
     records = []
     for _ in range(n_records):
@@ -128,6 +138,11 @@ def read_micro_batch(payload: Payload) -> tuple[MicroBatch, tuple[RunRecord, ...
         )
         records.append(record)
     batch = MicroBatch(
-        request=request, epoch=epoch, expansions=tuple(expansions), complete=bool(complete), drafter=drafter
+        request=request,
+        epoch=epoch,
+        expansions=tuple(expansions),
+        complete=bool(complete),
+        drafter=drafter,
+        block=BlockOf(block),
     )
     return batch, tuple(records)

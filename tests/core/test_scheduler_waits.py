@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from support.head_steps import come_back, draft_token, right, speculating, tokens_in_flight
 from support.heads import Head, opened
 
-from ggpipe.core.draft_messages import ROOT, Expansion, MicroBatch
+from ggpipe.core.draft_messages import ROOT, BlockOf, Candidates, Expansion, MicroBatch
 from ggpipe.core.events import Drafted
 
 
@@ -42,6 +43,38 @@ def test_a_fresh_root_waits_for_draft_tokens_where_that_pays() -> None:
     assert len(sent) > 1
     assert tokens_in_flight(head) == [[fresh, *sent]]
     assert head.scheduler.wake_at is None
+
+
+def from_block(
+    head: Head, parent: int, first: int, probs: Sequence[tuple[int, float]], block: BlockOf, again: Candidates = ()
+) -> None:
+    """Draft tokens of a head that drafts a block at a time. `again`: those of earlier blocks, by their numbers."""
+    expansion = Expansion(parent, first, len(probs), tuple(probs), again)
+    epoch = len(head.seen[1].text)
+    head.handle(Drafted(MicroBatch(request=1, epoch=epoch, expansions=(expansion,), complete=False, block=block)))
+
+
+@pytest.mark.parametrize(("prob", "waits"), [(0.3, True), (0.95, False)])
+def test_a_root_waits_for_its_own_block_where_that_is_better(prob: float, waits: bool) -> None:
+    """What an earlier block says of it is there."""
+    head = settled()
+    fresh, second, third = right(head, 3)
+    come_back(head)
+    from_block(head, ROOT, 1, [(second, 0.9)], BlockOf.THIS_ROOT)
+    head._tick()
+    assert tokens_in_flight(head) == [[fresh, second]]
+    from_block(head, 1, 2, [(third, 0.9)], BlockOf.THIS_ROOT)
+    for i in range(4):
+        from_block(head, 2 + i, 3 + i, [(500 + i, prob)], BlockOf.THIS_ROOT)
+    head.now += 1
+    come_back(head)
+    assert [tokens[:3] for tokens in tokens_in_flight(head)] == ([] if waits else [[third, 500, 501]])
+    if waits:
+        from_block(head, ROOT, 7, [(504, 0.8)], BlockOf.THIS_ROOT, again=((3, 0.1),))
+        head._tick()
+        assert [tokens[:2] for tokens in tokens_in_flight(head)] == [[third, 504]]
+        weighed = {node.token: node.probability for node in head.state(1).tree.root.children.values()}
+        assert weighed[500] < weighed[504]
 
 
 def test_a_fresh_root_does_not_wait_for_a_draft_that_is_late() -> None:

@@ -42,6 +42,8 @@ def chains_sent(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
 
     def seen(state: RequestState, micro_batch: MicroBatch, now: float) -> None:
         for expansion in micro_batch.expansions:
+            if not expansion.n:
+                continue
             if expansion.parent == ROOT:
                 sent[micro_batch.epoch] = []
             if micro_batch.epoch in sent:  # else some of it was sent for an earlier root

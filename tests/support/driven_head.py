@@ -187,6 +187,9 @@ class Driven(DrafterDriver):
             for i, (token, _) in enumerate(expansion.candidates[: expansion.n]):
                 assert (*path, token) not in [p for (r, _), p in self.numbers.items() if r == batch.request], "twice"
                 self.numbers[batch.request, expansion.first + i] = (*path, token)
+            for number, prob in expansion.again:
+                assert self.numbers[batch.request, number][:-1] == path
+                assert 0 <= prob <= 1
 
 
 def begun(*prompt: int, look_ahead: int = 20, head: type[EagleHead] = EagleHead, knows_paths: bool = False) -> Driven:

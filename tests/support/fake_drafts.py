@@ -13,6 +13,7 @@ from ggpipe.core.draft_messages import (
     ROOT,
     Accepted,
     BeginDrafting,
+    BlockOf,
     DrafterMessage,
     EndDrafting,
     Expansion,
@@ -321,7 +322,14 @@ class Adversary:
         if not complete and request not in self._to_send:
             self._to_send[request] = 1  # it must say so at the newest epoch
         self.batches.append(
-            MicroBatch(request=request, epoch=epoch, expansions=tuple(expansions), complete=complete, drafter=self.id)
+            MicroBatch(
+                request=request,
+                epoch=epoch,
+                expansions=tuple(expansions),
+                complete=complete,
+                drafter=self.id,
+                block=self.random.choice(tuple(BlockOf)),
+            )
         )
 
     def _expand(self, request: int, text: Tokens) -> Expansion:
@@ -339,7 +347,10 @@ class Adversary:
         for i, token in enumerate(tokens):
             paths[first + i] = (*path, token)
         n = max(len(tokens) - (self.random.random() < 0.2), 0)
-        return Expansion(parent, first, n, tuple((token, self.random.random()) for token in tokens))
+        is_known = parent == ROOT or parent in paths
+        named = [number for number, own in paths.items() if is_known and own[:-1] == path]
+        again = tuple((number, self.random.random()) for number in (*named[-2:], self.random.randint(-3, 0)))
+        return Expansion(parent, first, n, tuple((token, self.random.random()) for token in tokens), again)
 
     def check_empty(self) -> None:
         assert not self.steering

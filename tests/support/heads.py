@@ -212,10 +212,10 @@ class Head:
 
     def handle(self, event: SchedulerEvent) -> None:
         self.now += 0.001
-        if isinstance(event, Drafted):
-            self.calibrations.note(event.micro_batch)
         for action in self.scheduler.handle(event, self.now):
             self._act(action)
+        if isinstance(event, Drafted):
+            self.calibrations.note(event.micro_batch, self.scheduler._states.get(event.micro_batch.request))
         self.scheduler.validate()
         for seen in self.seen.values():
             self._check_request(seen)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import collections
 
-from ggpipe.core.draft_messages import MicroBatch
+from ggpipe.core.draft_messages import ROOT, Expansion, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration
-from ggpipe.core.request_state import RequestState
+from ggpipe.core.request_state import RequestState, SequenceState
 
 SOME_PROBS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.98, 1.0)
 
@@ -20,11 +20,21 @@ class OwnCalibrations:
         self._calibrations: dict[tuple[int, int], Calibration] = collections.defaultdict(Calibration)
         """(request, drafter) -> what its own probabilities alone say of it."""
 
-    def note(self, batch: MicroBatch) -> None:
-        """A drafter sent these."""
+    def note(self, batch: MicroBatch, state: SequenceState | None = None) -> None:
+        """A drafter sent these. `state`: of the request, with what of them is still to come."""
         for expansion in batch.expansions:
             for i, (_, prob) in enumerate(expansion.candidates[: expansion.n]):
                 self._probs[batch.request, batch.drafter, expansion.first + i] = prob
+            if isinstance(state, RequestState) and batch.drafter in state.drafters:
+                self._note_again(batch, expansion, state)
+
+    def _note_again(self, batch: MicroBatch, expansion: Expansion, state: RequestState) -> None:
+        known = state.drafters[batch.drafter]
+        at = batch.epoch if expansion.parent == ROOT else known.accepted.get(expansion.parent)
+        parent = state.tree.root if at == state.epoch else known.nodes.get(expansion.parent)
+        for number, prob in expansion.again:
+            if parent is not None and number in known.nodes and known.nodes[number].parent is parent:
+                self._probs[batch.request, batch.drafter, number] = prob
 
     def judge(self, request: int, state: RequestState, token: int) -> None:
         """The target drew this token after the root of the request's tree."""

@@ -14,6 +14,7 @@ from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import (
     Accepted,
     BeginDrafting,
+    BlockOf,
     DrafterMessage,
     EndDrafting,
     Expansion,
@@ -122,7 +123,7 @@ DRAFTER_MESSAGES = st.one_of(
     st.builds(EndDrafting, INT64),
 )
 CANDIDATES = st.lists(st.tuples(INT32, PROBABILITY), max_size=5).map(tuple)
-EXPANSIONS = st.lists(st.builds(Expansion, INT32, INT32, UINT32, CANDIDATES), max_size=4).map(tuple)
+EXPANSIONS = st.lists(st.builds(Expansion, INT32, INT32, UINT32, CANDIDATES, CANDIDATES), max_size=4).map(tuple)
 BATCHES = st.builds(
     MicroBatch,
     request=INT64,
@@ -130,6 +131,7 @@ BATCHES = st.builds(
     expansions=EXPANSIONS,
     complete=st.booleans(),
     drafter=st.integers(0, 65535),
+    block=st.sampled_from(BlockOf),
 )
 RECORDS = st.lists(
     st.builds(

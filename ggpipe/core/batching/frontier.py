@@ -191,6 +191,13 @@ def _draft_with_single_root(
         token_s = usual_turn(pipeline.cost, known.calibration, pace, most).token_s
     if may_wait and (times := _usual_times(pipeline, pace)) is not None:
         first_s, next_s = times
+        if known.leading.drafts_blocks and state.drafted_at <= state.root_since:
+            block = Coming(1.0, known.coming.agreement, first_s, next_s)
+            chosen = draft_with_root((), most, pipeline.cost, 1, known.calibration, block, n_again, token_s)
+            now = draft_with_root(
+                probabilities[:most], most, pipeline.cost, 1, known.calibration, Coming(), n_again, token_s
+            )
+            return max(now, chosen, key=lambda one: one.saved_s)
         has_drafted = state.drafted_at > state.root_since if pipeline.in_turn else bool(probabilities)
         after = math.exp(state.tree.best_leaf.log_path - state.tree.root.log_path)
         coming = Coming(after, known.coming.agreement, next_s if has_drafted else first_s, next_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.run_cost import RunCost, most_per_second
@@ -61,6 +61,8 @@ class DraftWithRoot:
     n: int = 0
     wait_s: float = 0.0
     """Until the last of them is expected to be there; 0 when all of them are."""
+    saved_s: float = field(default=0.0, compare=False)
+    """The time that they save, the wait taken off."""
 
 
 def draft_with_root(
@@ -96,15 +98,15 @@ def draft_with_root(
         return probability * each_s - n_roots * cost.length * row_s - cost.again_s(before - probability, n_rows + n - 1)
 
     saved_s, before = 0.0, 1.0
-    best, best_s = DraftWithRoot(), 0.0
+    best = DraftWithRoot()
     for n, probability in enumerate(ready[:most], 1):
         saved_s += gain_s(n, before, probability)
         before = probability
-        if saved_s > best_s:
-            best, best_s = DraftWithRoot(n), saved_s
+        if saved_s > best.saved_s:
+            best = DraftWithRoot(n, saved_s=saved_s)
     if coming.next_s == math.inf:
         return best
-    n_ready, saved_s = best.n, best_s
+    n_ready, saved_s = best.n, best.saved_s
     before = probability = coming.after
     wait_s, next_s = 0.0, coming.first_s
     for n_coming in range(1, most + 1):
@@ -118,8 +120,8 @@ def draft_with_root(
         elif is_full:
             break
         before, saved_s = probability, saved_s + more_s
-        if saved_s - wait_s > best_s:
-            best, best_s = DraftWithRoot(n_ready + n_coming, wait_s), saved_s - wait_s
+        if saved_s - wait_s > best.saved_s:
+            best = DraftWithRoot(n_ready + n_coming, wait_s, saved_s - wait_s)
         if probability * each_s < next_s:
             break
     return best

@@ -153,9 +153,16 @@ class Pace:
         elif self.next_s is not None:
             self.next_s = usual_s * _FORGET
 
-    def came(self, n: int, now: float) -> None:
-        """Draft tokens below the newest root came, `n` levels of its tree in one message."""
+    def came(self, n: int, now: float, at_once: bool = False) -> None:
+        """Draft tokens below the newest root came, `n` levels of its tree in one message. `at_once`: they were drafted
+        together, so the first one takes all the time."""
         if not n or self._since is None:
+            return
+        if at_once:
+            if not self._n_below:
+                self.noted(True, now - self._since)
+                self.noted(False, 0.0)
+            self._n_below, self._since = n, None
             return
         self.noted(self._n_below == 0, (now - self._since) / n)
         self._n_below += n

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from ggpipe.core.draft_messages import Candidates, Expansion
+from ggpipe.core.draft_messages import BlockOf, Candidates, Expansion
 from ggpipe.core.drafters.draft_state import DraftState
 from ggpipe.core.drafters.eagle import EagleHead, HeadState
 from ggpipe.core.messages import LogitsRequest, RowLogits
@@ -32,7 +32,6 @@ from ggpipe.core.tree import Node
 
 _MOST_NODES = 128
 """Draft tokens of a block, at most."""
-_ROUNDING = 1e-6
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -51,6 +50,11 @@ class _BlockState(HeadState):
         if not self.overlaps:
             return min(self.horizon, self.begin.speculation.most_drafted)
         return max(self.deepest - self.tree.root.pos, 1)
+
+    @property
+    def block_of(self) -> BlockOf:
+        is_of_root = min(self.rows, default=self.tree.root.pos) == self.tree.root.pos
+        return BlockOf.THIS_ROOT if is_of_root else BlockOf.EARLIER_ROOT
 
     @property
     def needs_block(self) -> bool:
@@ -85,16 +89,6 @@ class _BlockState(HeadState):
         row = _row_after(self.rows, node.pos, self.tokens[-1] if node is self.tree.root else node.token)
         row = self.adjusted(row, node.path) if row is not None else None
         return row if row is not None and row.ids else None
-
-    def candidates(self, row: RowLogits, pos: int) -> Candidates:
-        """As `DraftState.candidates`. Where the head says apart how probable its best token is, the others share the
-        rest."""
-        found = DraftState.candidates(self, row, pos)
-        if row.confidence is None or self.foresight is not None or self.adjusted_rows is not None or not row.ids:
-            return found
-        (best, prob), *others = found
-        share = (1 - row.confidence) / max(1 - prob, _ROUNDING)
-        return ((best, row.confidence), *((token, min(other * share, row.confidence)) for token, other in others))
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
         """As `HeadState.accept`."""

@@ -228,6 +228,7 @@ class DraftModel:
             expansions=expansions,
             complete=complete,
             drafter=self._drafter,
+            block=state.block_of,
         )
         actions.append(ToHead(micro_batch))
 

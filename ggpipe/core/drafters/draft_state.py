@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, Candidates, Expansion, SharedToken
+from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, BlockOf, Candidates, Expansion, SharedToken
 from ggpipe.core.drafters.adjusted_rows import AdjustedRows
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.drafters.foresight import Foresight
@@ -128,6 +128,11 @@ class DraftState:
     def may_retry(self) -> bool:
         """What is not probable enough to be drafted now may be a little later."""
         return self.overlaps and not self.is_best_first and self.thresholds.can_fall
+
+    @property
+    def block_of(self) -> BlockOf:
+        """Where its draft tokens come from now."""
+        return BlockOf.NONE
 
     @property
     def micro_batch_is_full(self) -> bool:

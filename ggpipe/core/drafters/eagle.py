@@ -44,10 +44,11 @@ _MOST_WAITING = 32
 class _Sent:
     """A draft token that the head of the pipeline was sent, or the root."""
 
-    __slots__ = ("children", "number")
+    __slots__ = ("children", "number", "prob")
 
-    def __init__(self, number: int = ROOT) -> None:
+    def __init__(self, number: int = ROOT, prob: float = 0.0) -> None:
         self.number = number
+        self.prob = prob
         self.children: dict[int, _Sent] = {}
 
 
@@ -89,17 +90,24 @@ class HeadState(DraftState):
         return dead
 
     def _expand(self, node: Node, found: Candidates, probabilities: Sequence[float]) -> None:
-        """As for a draft model. Draft tokens that were sent earlier under this node keep their numbers."""
+        """As for a draft model. Draft tokens that were sent earlier under this node keep their numbers, and the head is
+        told how probable they are now."""
         sent, n = self.sent_nodes[node], len(probabilities)
         new = tuple(one for one in found[:n] if one[0] not in sent.children)
-        for number, (token, _) in enumerate(new, self.next_number):
-            sent.children[token] = _Sent(number)
+        probs, least = dict(found), found[-1][1]
+        again: list[tuple[int, float]] = []
+        for token, one in sent.children.items():
+            if (prob := probs.get(token, least)) != one.prob:
+                one.prob = prob
+                again.append((one.number, prob))
+        for number, (token, prob) in enumerate(new, self.next_number):
+            sent.children[token] = _Sent(number, prob)
         for (token, prob), probability in zip(found, probabilities, strict=False):
             child = self.tree.add(node, token, Proposal(0, sent.children[token].number, prob), probability)
             self.sent_nodes[child] = sent.children[token]
-        if new:
+        if new or again:
             parent = ROOT if node is self.tree.root else sent.number
-            self.held.append(Expansion(parent, self.next_number, len(new), (*new, *found[n:])))
+            self.held.append(Expansion(parent, self.next_number, len(new), (*new, *found[n:]), tuple(again)))
             self.next_number += len(new)
         self.n_drafted += len(new)
 

@@ -7,9 +7,11 @@ A token may be named by several drafters. Each of them keeps its own number for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
-from ggpipe.core.draft_messages import ROOT, MicroBatch, SharedToken
+from msgspec import structs
+
+from ggpipe.core.draft_messages import ROOT, BlockOf, MicroBatch, SharedToken
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.drafters.consensus import Consensus
 from ggpipe.core.request import Counters
@@ -23,6 +25,8 @@ class DrafterState:
         self.answers_at_once = answers_at_once
         """Whether it needs no model, so that its draft tokens for a root are in the tree before the root is
         submitted."""
+        self.drafts_blocks = False
+        """Whether it drafts anew at a root, even where its draft tokens from an earlier one are still good."""
         self.calibration = Calibration()
         self.pace = Pace()
         self.look_ahead = 0
@@ -182,9 +186,10 @@ class RequestDrafters:
         """A drafter sent draft tokens: add those to the tree that may still be accepted, and that `may_follow` their
         parents, and return them. `output`: all accepted tokens. The drafter must be one of the request's."""
         state, added = self._states[micro_batch.drafter], list[Node]()
+        state.drafts_blocks |= micro_batch.block is not BlockOf.NONE
         if micro_batch.epoch == len(output):
-            if not state.answers_at_once:
-                state.pace.came(_n_levels(micro_batch), now)
+            if not state.answers_at_once and micro_batch.block is not BlockOf.EARLIER_ROOT:
+                state.pace.came(_n_levels(micro_batch), now, at_once=micro_batch.block is BlockOf.THIS_ROOT)
             state.complete = state.complete or micro_batch.complete
         for expansion in micro_batch.expansions:
             at = micro_batch.epoch if expansion.parent == ROOT else state.accepted.get(expansion.parent)
@@ -202,11 +207,24 @@ class RequestDrafters:
                     node = self._tree.add(parent, token, proposal, state.calibration.probability(prob))
                     state.nodes[number] = node
                     added.append(node)
+            if parent is None and at == len(output):
+                parent = self._tree.root
+            if parent is not None and expansion.again and parent.within(self._tree.root):
+                self._name_again(micro_batch.drafter, parent, dict(expansion.again))
             if parent is not None and len(self._states) > 1:
                 together = self._consensus.probabilities(parent.children.values(), self._calibrations)
                 if together is not None:
                     self._tree.reevaluate_children(parent, together)
         return added
+
+    def _name_again(self, drafter: int, parent: Node, probs: Mapping[int, float]) -> None:
+        """A drafter finds draft tokens after this node otherwise probable than before. `probs`: by its numbers."""
+        for child in parent.children.values():
+            child.proposals = [
+                structs.replace(one, prob=probs.get(one.number, one.prob)) if one.drafter == drafter else one
+                for one in child.proposals
+            ]
+        self._tree.reevaluate_children(parent, [self._probability(child) for child in parent.children.values()])
 
     def shared_with(self, drafter: int, nodes: Iterable[Node]) -> tuple[SharedToken, ...]:
         """Those of these draft tokens, which another drafter just named, that this one is to be sent."""
