@@ -54,6 +54,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     drafter: int = 0
     """Which drafter drafted them."""
     block: BlockOf = BlockOf.NONE
+    """Where they come from."""
 
 
 class VocabOutline(msgspec.Struct, frozen=True, kw_only=True):

@@ -380,8 +380,7 @@ class RequestState(SequenceState):
         """A drafter sent draft tokens: add those to the tree that may still be accepted, and return them."""
         if micro_batch.drafter not in self.drafters:
             return []
-        if micro_batch.block is not BlockOf.EARLIER_ROOT:
-            self.drafted_at = now
+        self.drafted_at = self.drafted_at if micro_batch.block is BlockOf.EARLIER_ROOT else now
         self.counters.drafted_tokens += sum(expansion.n for expansion in micro_batch.expansions)
         return self.drafters.add(micro_batch, self.output, self._may_follow, now)
 

@@ -68,9 +68,7 @@ def is_dspark(model_file: ModelFile) -> bool:
 
 def samples_from_anchor(model_file: ModelFile) -> bool:
     """Whether a block drafts as many tokens as it has rows, as those of most DSpark heads do."""
-    return (
-        is_dspark(model_file) and model_file.metadata.get(f"{model_file.architecture}.sample_from_anchor") is not False
-    )
+    return is_dspark(model_file) and model_file.metadata.get("dflash.sample_from_anchor") is not False
 
 
 class _Independent:
@@ -128,7 +126,8 @@ class _Markov:
             return []
         all_before = [token for best, before in zip(chosen, befores, strict=True) for token in (best, *before)]
         before_rows = self._before.of(all_before)
-        next_rows = self._next.of(self._row_of[[token for tokens in nexts for token in tokens]])
+        all_next = np.array([token for tokens in nexts for token in tokens], np.int64)
+        next_rows = self._next.of(self._row_of[all_next])
         found: list[Floats] = []
         at = at_next = 0
         for before, tokens in zip(befores, nexts, strict=True):
