@@ -22,7 +22,7 @@ from ggpipe.llama.eagle3 import TargetStates
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib
 
-N_TEXT, N, CONSIDERED = 5, 4, 32
+N_TEXT, N, CONSIDERED = 5, 4, 256
 REQUEST = LogitsRequest(LogitsKind.TOP, N)
 
 
@@ -66,7 +66,14 @@ def test_dspark(from_anchor: bool, drafts: range | None, tmp_path: Path) -> None
     chosen = 0
     for i, (row, own) in enumerate(zip(block, logits, strict=True)):
         assert row.ids == tuple(np.argsort(-own, kind="stable")[:N])
-        assert len(row.after) == (N - 1 if i else 0)
+        named = {token for token, _ in row.after}
+        if i:
+            before_ids = {*(block[i - 1].ids or ())} - {chosen}
+            assert named >= before_ids
+            branches = {token for _, after in block[i - 1].after for token in (after.ids or ())[:2]}
+            every = (before_ids | branches) - {chosen}
+            assert named <= every
+            assert len(named) == min(len(every), 16)
         for token, after in row.after:
             biases = np.zeros(len(own), np.float32)
             biases[drafts if drafts is not None else slice(None)] = output @ (before[token] - before[chosen])
