@@ -110,19 +110,19 @@ class _Markov:
         else:
             found = [_first(row, request.n) for row in considered]
         ids = [np.array(row.ids or (), np.int64) for row in considered]
-        outputs = np.split(self._next.of(self._row_of[np.concatenate(ids)]), np.cumsum([len(own) for own in ids])[:-1])
-        befores: list[int] = []
+        outputs = np.split(self._next.of(self._row_of[np.concatenate(ids)]), np.cumsum(list(map(len, ids)))[:-1])
+        chosen, befores = -1, list[int]()
         for at, (row, output) in enumerate(zip(considered, outputs, strict=True)):
             after: list[tuple[int, RowLogits]] = []
             if befores and len(output):
-                chosen, *others = self._before.of([int(logits_of(own[at - 1]).argmax()), *befores])
-                biases = (np.array(others) - chosen) @ output.T * self._scale
+                usual, *others = self._before.of([chosen, *befores])
+                biases = (np.array(others) - usual) @ output.T * self._scale
                 after = list(zip(befores, _with_biases(row, biases, request.n), strict=True))
                 found[at] = structs.replace(found[at], after=tuple(after))
             named = dict.fromkeys((found[at].ids or ())[:_MOST_BEFORE])
             named |= dict.fromkeys(token for _, other in after for token in (other.ids or ())[:_BEST_OF_BRANCHES])
-            best = int(logits_of(own[at]).argmax())
-            befores = [token for token in named if token != best][: 2 * _MOST_BEFORE]
+            chosen = int(logits_of(own[at]).argmax())
+            befores = [token for token in named if token != chosen][: 2 * _MOST_BEFORE]
         return found
 
 
