@@ -190,8 +190,10 @@ class _Rows:
         )
         try:
             self.of([0])
-        except (KeyError, NotImplementedError) as e:
-            raise ModelError(f"{model_file.paths[0]}: {name} cannot be read in {self._type}; use f16 for it") from e
+        except (KeyError, RuntimeError) as e:
+            raise ModelError(
+                f"{model_file.paths[0]} has {name} in {self._type}, which ggpipe does not read; use f16 for it"
+            ) from e
 
     def of(self, rows: Sequence[int] | NDArray[np.int64]) -> Floats:
         """Some of the rows, (rows, width)."""

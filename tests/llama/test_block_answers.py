@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -16,13 +17,15 @@ from support.commands import TARGET
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RowLogits, Run, StateRef
-from ggpipe.llama.block_answers import Floats
+from ggpipe.errors import ModelError
+from ggpipe.llama.block_answers import Floats, answers_of
 from ggpipe.llama.dflash import BlockStage
 from ggpipe.llama.eagle3 import TargetStates
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib
 
 N_TEXT, N, CONSIDERED = 5, 4, 256
+MARKOV = "markov_w1.weight"
 REQUEST = LogitsRequest(LogitsKind.TOP, N)
 
 
@@ -62,7 +65,7 @@ def test_dspark(from_anchor: bool, drafts: range | None, tmp_path: Path) -> None
     block, logits = block_of(path, structs.replace(REQUEST, n_positions=n_drafted))
     logits = logits[-n_drafted:]
     assert len(block) == n_drafted
-    before, output = weights_of(path, "markov_w1.weight"), weights_of(path, "markov_w2.weight")
+    before, output = weights_of(path, MARKOV), weights_of(path, "markov_w2.weight")
     chosen = 0
     for i, (row, own) in enumerate(zip(block, logits, strict=True)):
         assert row.ids == tuple(np.argsort(-own, kind="stable")[:N])
@@ -94,6 +97,13 @@ def test_what_the_head_says_with_temperature(tmp_path: Path) -> None:
     assert [row.ids for row in hot] == [row.ids for row in plain]
     assert all(row.below for row in hot)
     assert [row.after for row in hot] == [row.after for row in plain]
+
+
+def test_a_type_that_cannot_be_read(tmp_path: Path) -> None:
+    file = ModelFile.open(dflash.write(tmp_path / "head.gguf", TARGET, kind=dflash.DSPARK))
+    other = {**file.tensors, MARKOV: replace(file.tensors[MARKOV], type="q8_1")}
+    with pytest.raises(ModelError, match=f"has {MARKOV} in q8_1, which ggpipe does not read; use f16"):
+        answers_of(replace(file, tensors=other), 0, 256)
 
 
 def test_dflash_2(tmp_path: Path) -> None:
