@@ -29,9 +29,9 @@ def drafted(driven: Driven) -> list[tuple[int, ...]]:
     return sorted((path[n:] for path in driven.numbers.values() if len(path) > n), key=len)
 
 
-def computing(knows_paths: bool = False) -> Driven:
+def computing() -> Driven:
     """Its first block is being computed."""
-    driven = begun(1, 2, 3, 4, head=DFlashHead, knows_paths=knows_paths)
+    driven = begun(1, 2, 3, 4, head=DFlashHead)
     driven.hear()
     while driven.target.states:
         driven.arrive(driven.target.states[0])
@@ -111,17 +111,3 @@ def test_branches_have_candidates_of_their_own() -> None:
     assert len({path[:5] for path in said if len(path) > 5}) > 1, "branches went on"
     blind = branching(knows_paths=False)
     assert any(tokens != best.get(path, tokens) for path, tokens in paths_of(blind).items())
-
-
-def test_a_block_holds_while_the_text_follows_a_branch() -> None:
-    driven = computing(knows_paths=True)
-    token = driven.model.candidates((4,), 2)[1][0]
-    driven.target.accept(1, (token,), 20)
-    driven.hear()
-    driven.pipeline.step(0)
-    driven.handle(RunEnded(driven.pipeline.take_result()))
-    assert driven.sent[0].epoch == 1
-    assert len(drafted(driven)) == HORIZON - 1, "the rest of the first block"
-    play_out(driven)
-    assert len(driven.pipeline.rows_of) > 1, "the next block was wanted at once"
-    assert len(drafted(driven)) == HORIZON, "which says the same of the same tokens"

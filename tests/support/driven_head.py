@@ -194,7 +194,7 @@ class Driven(DrafterDriver):
 
 def begun(*prompt: int, look_ahead: int = 20, head: type[EagleHead] = EagleHead, knows_paths: bool = False) -> Driven:
     """A drafter that is told of a request with this prompt."""
-    driven = Driven(Target(), FakeDraftModel(FakeModel(9, 1), 1.0), head, knows_paths)
+    driven = Driven(Target(), FakeDraftModel(FakeModel(9, 1), 1.0), head)
     driven.target.begin(1, prompt, 0, SpeculationConfig(policy="thresholds"), look_ahead)
     return driven
 

@@ -8,18 +8,18 @@ the head's stage computes the block and forgets it, so that only states of the t
     so the tree has for each node        the candidates of the next position, with the same probabilities
 
 Of some heads, it says that after each candidate of the position before (`RowLogits.after`). Then branches have
-candidates of their own, and the block still holds when the text follows one of them.
+candidates of their own.
 
 No draft token is decoded: as soon as a block has come, the tree is as deep as that. A block holds until the text leaves
-what it says. The next one, which begins at the new root, is drafted when the text leaves its most probable tokens, or
-when half of the block is text. Until it has come, drafting continues with the rest of the old one.
+its most probable tokens. The next one, which begins at the new root, is drafted then, or when half of the block is
+text. Until it has come, drafting continues with the rest of the old one.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -40,8 +40,6 @@ class _BlockState(HeadState):
 
     rows: dict[int, RowLogits] = field(default_factory=dict)
     """The block by the position of the token that each row follows, the root or later."""
-    left_block: bool = False
-    """The text went on otherwise than the block finds most probable. What the block says after that still counts."""
 
     @property
     def block_size(self) -> int:
@@ -59,10 +57,8 @@ class _BlockState(HeadState):
     @property
     def needs_block(self) -> bool:
         """Whether to draft a block now. While the text follows one, the head stays free for the next correction."""
-        if self.left_block or not self.overlaps:
-            return True
         n_left = max(self.rows, default=-1) + 1 - self.tree.root.pos
-        return n_left < min(self.horizon / 2, self.deepest - self.tree.root.pos)
+        return not self.overlaps or n_left < min(self.horizon / 2, self.deepest - self.tree.root.pos)
 
     def tips(self) -> Iterator[Node]:
         """Draft tokens are not decoded."""
@@ -73,16 +69,16 @@ class _BlockState(HeadState):
         for node in nodes:
             if node.logits is None or not (self.overlaps or node is self.tree.root):
                 continue
-            rows, has_left = dict(enumerate((node.logits, *node.logits.later), node.pos)), False
-            for pos, token in enumerate(self.tokens[node.pos + 1 :], node.pos):
-                row = _row_after(rows, pos, self.tokens[pos])
-                is_best = row is not None and self.candidates(row, pos)[0][0] == token
-                if not is_best and not _knows(rows, pos + 1, token):
-                    break
-                has_left |= not is_best
-            else:
-                self.rows, self.left_block = rows, has_left
+            rows = dict(enumerate((node.logits, *node.logits.later), node.pos))
+            since = enumerate(self.tokens[node.pos + 1 :], node.pos)
+            if all(self._names_best(rows, pos, token) for pos, token in since):
+                self.rows = rows
                 self._open_block()
+
+    def _names_best(self, rows: Mapping[int, RowLogits], pos: int, token: int) -> bool:
+        """Whether this block finds this token most probable after the text up to `pos`."""
+        row = _row_after(rows, pos, self.tokens[pos])
+        return row is not None and self.candidates(row, pos)[0][0] == token
 
     def following(self, node: Node) -> RowLogits | None:
         """What the block says of the token after a node; None: nothing."""
@@ -116,9 +112,7 @@ class _BlockState(HeadState):
             if self.foresight is not None and self.knows_numbers:
                 self.foresight.learn(row, self.n_drawn, token)
         if not found or found[0][0] != token:
-            self.left_block = _knows(self.rows, root.pos + 1, token)
-            if not self.left_block:
-                self.rows = {}
+            self.rows = {}
 
     def _expand(self, node: Node, found: Candidates, probabilities: Sequence[float]) -> None:
         HeadState._expand(self, node, found, probabilities)
@@ -154,17 +148,12 @@ class _BlockState(HeadState):
         return full
 
 
-def _row_after(rows: dict[int, RowLogits], pos: int, token: int) -> RowLogits | None:
+def _row_after(rows: Mapping[int, RowLogits], pos: int, token: int) -> RowLogits | None:
     """What a block says at a position after this token; None: nothing."""
     row = rows.get(pos)
     if row is None or not row.ids:
         return None
     return next((other for before, other in row.after if before == token), row)
-
-
-def _knows(rows: dict[int, RowLogits], pos: int, token: int) -> bool:
-    """Whether a block says more of a position after this token than after others."""
-    return pos in rows and any(before == token for before, _ in rows[pos].after)
 
 
 class DFlashHead(EagleHead):
