@@ -28,8 +28,7 @@ class Expansion(msgspec.Struct, frozen=True):
     n: int
     candidates: Candidates
     again: tuple[tuple[int, float], ...] = ()
-    """Draft tokens that it named before after this node, by their numbers, with their probabilities as it finds them
-    now."""
+    """New probabilities of draft tokens that it named earlier after this node, by their numbers."""
 
 
 class BlockOf(enum.IntEnum):

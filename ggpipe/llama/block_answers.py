@@ -1,8 +1,8 @@
 """What the kinds of DFlash heads say of a block's positions.
 
     DFlash       logits of each position, whatever token comes just before it
-    DSpark       a Markov head adds a bias for the token just before, the most probable one in libllama's graph; how
-                 confident another head is of that one is not used: each drafter's probabilities are calibrated anyway
+    DSpark       a Markov head adds a bias for the token just before, the most probable one in libllama's graph. Its
+                 confidence head is not used, since probabilities are calibrated by how often they were right
     DFlash 2     for each position the best candidates, and a score of each after each candidate of the position before
 
 Where the token just before counts, answers say it for all candidates of the position before (`RowLogits.after`), so
@@ -29,11 +29,11 @@ _MARKOV, _MARKOV_OUTPUT = "markov_w1.weight", "markov_w2.weight"
 _MARKOV_SCALE, _SELECTOR, _DRAFTED = "markov_w2.scale", "selector_hidden.weight", "d2t"
 _MOST_BEFORE = 8
 """Candidates of the most probable path after which those of the next position are told, at most. Those of branches are
-as many at most: the `_BEST_OF_BRANCHES` of each."""
+as many at most, the best `_BEST_OF_BRANCHES` of each."""
 _BEST_OF_BRANCHES = 2
 _CONSIDERED = 256
 """Candidates of a position whose biases are computed after each of these. With 32, and without those of branches, trees
-of 32 draft tokens have 3 % fewer accepted ones (the head that was trained to find out)."""
+of 32 draft tokens had 3 % fewer accepted ones, with a head for the bundled target."""
 _LEAST = 1e-30
 
 Floats = NDArray[np.float32]

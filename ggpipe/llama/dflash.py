@@ -32,7 +32,7 @@ from ggpipe.llama.stage import BoundaryTensors
 ARCHITECTURE = "dflash"
 _BLOCK_SIZE = 16  # of files that do not say, as in llama.cpp
 _DEEPSEEK4 = "hyper_connection_count"
-"""Metadata that only heads for DeepSeek-V4 have, which is computed without speculation."""
+"""Metadata of heads for DeepSeek-V4, which cannot take draft tokens back."""
 
 
 def needs_of(model_file: ModelFile) -> HeadNeeds | None:

@@ -24,7 +24,7 @@ ARCHITECTURES = frozenset(
 )
 """Those for which libllama hands out the inputs of layers, and whose memories can roll back, or be taken back."""
 WITH_OUTPUT = frozenset(["mimo2", "nemotron_h", "nemotron_h_moe"])
-"""Those of them for which it also hands out what the last layer computes, under the number of layers."""
+"""Those of them for which it also hands out the last layer's output, under the number of layers."""
 
 _FLOATS = ctypes.POINTER(ctypes.c_float)
 

@@ -173,8 +173,8 @@ class LlamaBatch:
             self._flags[i] = outputs
 
     def read_states(self, states: NDArray[np.float32], has_tokens: bool, n_dimensions: int = 1) -> None:
-        """Rows read these states, (rows, width), beside their tokens or instead of them. `n_dimensions`: of positions,
-        which libllama knows for rows with tokens: all have the row's position but the fourth one, which is 0."""
+        """Rows read these states, (rows, width), beside their tokens or instead of them. `n_dimensions`: of a position.
+        libllama fills in the further ones itself only for rows with tokens: the same position twice more, and a 0."""
         n = self.struct.n_tokens
         for at in range(n, n_dimensions * n):
             self._pos[at] = self._pos[at % n] if at < 3 * n else 0

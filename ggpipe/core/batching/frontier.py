@@ -192,12 +192,12 @@ def _draft_with_single_root(
     if may_wait and (times := _usual_times(pipeline, pace)) is not None:
         first_s, next_s = times
         if known.leading.drafts_blocks and state.drafted_at <= state.root_since:
+            # A block that begins at this root takes the place of the draft tokens that are there.
             block = Coming(1.0, known.coming.agreement, first_s, next_s)
-            chosen = draft_with_root((), most, pipeline.cost, 1, known.calibration, block, n_again, token_s)
-            now = draft_with_root(
-                probabilities[:most], most, pipeline.cost, 1, known.calibration, Coming(), n_again, token_s
-            )
-            return max(now, chosen, key=lambda one: one.saved_s)
+            cost, calibration = pipeline.cost, known.calibration
+            at_once = draft_with_root(probabilities[:most], most, cost, 1, calibration, Coming(), n_again, token_s)
+            with_block = draft_with_root((), most, cost, 1, calibration, block, n_again, token_s)
+            return max(at_once, with_block, key=lambda one: one.saved_s)
         has_drafted = state.drafted_at > state.root_since if pipeline.in_turn else bool(probabilities)
         after = math.exp(state.tree.best_leaf.log_path - state.tree.root.log_path)
         coming = Coming(after, known.coming.agreement, next_s if has_drafted else first_s, next_s)

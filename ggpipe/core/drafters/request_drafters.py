@@ -218,7 +218,7 @@ class RequestDrafters:
         return added
 
     def _name_again(self, drafter: int, parent: Node, probs: Mapping[int, float]) -> None:
-        """A drafter finds draft tokens after this node otherwise probable than before. `probs`: by its numbers."""
+        """A drafter sent new probabilities of draft tokens after this node. `probs`: by its numbers."""
         for child in parent.children.values():
             child.proposals = [
                 structs.replace(one, prob=probs.get(one.number, one.prob)) if one.drafter == drafter else one
