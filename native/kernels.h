@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "cpu.h"
@@ -14,7 +15,8 @@ namespace ggpipe {
 // test may define shorter lists.
 #ifndef GGPIPE_FOR_FORMATS
 #define GGPIPE_FOR_REPACKED_FORMATS(DO) DO(Q4_0) DO(IQ4_NL) DO(MXFP4) DO(Q2_K) DO(Q4_K)
-#define GGPIPE_FOR_FORMATS(DO) DO(Q8_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q3_K) DO(Q5_K) DO(Q6_K) DO(IQ4_XS) GGPIPE_FOR_REPACKED_FORMATS(DO)
+#define GGPIPE_FOR_FORMATS(DO) DO(Q8_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q3_K) DO(Q5_K) DO(Q6_K) DO(IQ4_XS) \
+    DO(NVFP4) DO(Q1_0) DO(Q2_0) DO(TQ1_0) DO(TQ2_0) GGPIPE_FOR_REPACKED_FORMATS(DO)
 #define GGPIPE_FOR_GRID_FORMATS(DO) DO(IQ2_XXS) DO(IQ2_XS) DO(IQ2_S) DO(IQ3_XXS) DO(IQ3_S) DO(IQ1_S) DO(IQ1_M)
 #endif
 
@@ -41,6 +43,15 @@ struct Activations {  // quantized as a format of weights wants them: chunk by c
     int32_t * starts;        // of each unit: what makes up for the offset of the weights' numbers
     float * scales, * sums;  // of each unit; a sum is that of its values
 };
+
+// Of 32 columns, the first of each `kStep` first, then the second of each, and so on.
+template <int kStep> inline void interleave(int8_t * columns) {
+    int8_t in_order[32];
+    memcpy(in_order, columns, sizeof in_order);
+    for (int i = 0; i < kStep; i++) {
+        for (int j = 0; j < 32 / kStep; j++) columns[32 / kStep * i + j] = in_order[kStep * j + i];
+    }
+}
 
 struct Kernel {
     const char * name;

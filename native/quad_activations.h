@@ -59,6 +59,7 @@ template <class Format> GGPIPE_AVX2 void quantize(const float * x, int64_t row, 
             for (int begin = from; begin < from + Format::kStep; begin += Format::kUnit) {
                 const int unit = begin / Format::kUnit;
                 const int32_t sum = round_unit(x + begin, Format::kUnit, inverse, to.numbers + begin);
+                if constexpr (Format::kColumnsOfByte > 1) interleave<Format::kColumnsOfByte>(to.numbers + begin);
                 if constexpr (Format::kSuper) {
                     to.sums[unit] = sum;
                 } else {

@@ -16,11 +16,13 @@ constexpr int8_t kFloat4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, 
 // kSigned: numbers have 8 bits with a sign. Products of two columns fit into 16 bits, sums of those do not.
 // Otherwise they have no sign, kOffset was added to them, and kHighest is the highest.
 // kSuper: scales are integers, pairs of units of them in `Block`. Otherwise a scale and a minimum are given to `emit`.
+// kColumnsOfByte: if more than one, bytes with that many columns each are shifted as a whole, so columns are not in order. Of each
+// 32, the first column of each byte comes first, then the second of each.
 // kSignsApart: quads are sizes of numbers, without an offset, and their signs are given to `emit`.
 
 template <class Source, bool kIsSigned> struct Small {
     using From = Source;
-    static constexpr int kUnit = 32, kBlock = 32, kStep = 32, kOffset = 0, kHighest = 128;
+    static constexpr int kUnit = 32, kBlock = 32, kStep = 32, kOffset = 0, kHighest = 128, kColumnsOfByte = 1;
     static constexpr bool kSigned = kIsSigned, kSuper = false, kHasMinima = false, kSignsApart = false;
 };
 #define GGPIPE_UNITS(N) _Pragma("GCC unroll 1") for (int u = 0; u < N; u++)
@@ -36,9 +38,9 @@ template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline void nibbles(const From &
         numbers[4 + i] = upper_four_bits(both[i]);
     }
 }
-GGPIPE_AVX2 GGPIPE_INLINE inline void look_up(const int8_t * table, int offset, V numbers[8]) {
+template <int n = 8> GGPIPE_AVX2 GGPIPE_INLINE inline void look_up(const int8_t * table, int offset, V numbers[n]) {
     const V values = _mm256_add_epi8(in_both(load_16(table)), all_bytes(offset));
-    for (int i = 0; i < 8; i++) numbers[i] = _mm256_shuffle_epi8(values, numbers[i]);
+    for (int i = 0; i < n; i++) numbers[i] = _mm256_shuffle_epi8(values, numbers[i]);
 }
 // Of each row's four bytes in `words`, the one of the `i`-th of eight vectors, once for each column of the row.
 template <class From> GGPIPE_AVX2 GGPIPE_INLINE inline V byte_of_each(V words, int i) {
@@ -148,6 +150,30 @@ template <class Layout> struct AnyMXFP4 : Small<Layout, false> {
 GGPIPE_LAYOUTS(Q4_0)
 GGPIPE_LAYOUTS(IQ4_NL)
 GGPIPE_LAYOUTS(MXFP4)
+struct NVFP4 : Small<Rows, false> {  // four units of 16 columns, each with a scale of 8 bits
+    static constexpr int kBytes = 36, kBlock = 64, kUnit = 16, kHighest = 24, kOffset = 12;
+    GGPIPE_UNPACK(Source rows, const Emit & emit) {
+        GGPIPE_UNITS(rows.n_units / 2) {
+            const V bytes = rows.word(0), lower = _mm256_and_si256(bytes, all_bytes(127));
+            const V scales = _mm256_andnot_si256(_mm256_cmpeq_epi8(bytes, all_bytes(127)), lower);  // 127 is no number
+            V both[8];
+            for (int i = 0; i < 2; i++) rows.quads(4 + 16 * i, both + 4 * i);
+            GGPIPE_UNROLLED(unit, 4) {
+                V numbers[4];
+                for (int i = 0; i < 2; i++) {
+                    numbers[i] = four_bits(both[2 * unit + i]);
+                    numbers[2 + i] = upper_four_bits(both[2 * unit + i]);
+                }
+                look_up<4>(kFloat4, kOffset, numbers);
+                // As halves with the same bits, scales are 2 to the -8 of what they are, and half of that is wanted.
+                const V halves = _mm256_and_si256(_mm256_slli_epi32(_mm256_srli_epi32(scales, 8 * unit), 7), _mm256_set1_epi32(0x3f80));
+                const __m128i narrow = _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+                emit(4 * u + unit, numbers, _mm256_mul_ps(_mm256_cvtph_ps(narrow), _mm256_set1_ps(128)), F{});
+            }
+            rows += kBytes;
+        }
+    }
+};
 struct IQ4_XS : Small<Rows, true> {
     static constexpr int kBytes = 136, kBlock = 256, kStep = 256;
     GGPIPE_UNPACK(Source rows, const Emit & emit) {
@@ -166,221 +192,6 @@ struct IQ4_XS : Small<Rows, true> {
             rows += 16;
         }
     }
-};
-
-// ---- with a scale for 256 columns, and integer scales of units ----------------------------------------------
-struct Block {
-    V scales[8], minima[8];  // pairs of those of consecutive units, in lanes
-    F scale, minimum;        // what they are multiplied by; the minimum's is negative
-};
-template <class Source, int kUnitColumns> struct Super {
-    using From = Source;
-    static constexpr int kUnit = kUnitColumns, kBlock = 256, kStep = 256, kOffset = 0;
-    static constexpr bool kSigned = false, kSuper = true, kHasMinima = false, kSignsApart = false;
-};
-
-struct RepackedQ4_K : Super<Eights, 32> {
-    static constexpr int kBytes = 144, kHighest = 15;
-    static constexpr bool kHasMinima = true;
-    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Eights & rows, Block & block) {
-        block.scale = rows.halves(0);
-        block.minimum = negative(rows.halves(16));
-        for (int i = 0; i < 4; i++) {
-            uint64_t scales[2], minima[2];
-            for (int j = 0; j < 2; j++) rows.scales(32 + 24 * i + 12 * j, scales[j], minima[j]);
-            block.scales[i] = Eights::pairs(scales[0], scales[1]);
-            block.minima[i] = Eights::pairs(minima[0], minima[1]);
-        }
-    }
-    GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        rows += 128;
-        GGPIPE_UNITS(4) {
-            V both[8], numbers[8];
-            for (int i = 0; i < 2; i++) rows.quads(128 * i, both + 4 * i);
-            for (int i = 0; i < 8; i++) numbers[i] = four_bits(both[i]);
-            emit(2 * u, numbers);
-            for (int i = 0; i < 8; i++) numbers[i] = upper_four_bits(both[i]);
-            emit(2 * u + 1, numbers);
-            rows += 256;
-        }
-    }
-};
-struct WithSixBits : Super<Rows, 32> {  // scales and minima of Q4_K and Q5_K
-    static constexpr bool kHasMinima = true;
-    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
-        const V k2 = all_bytes(3), k6 = all_bytes(63);
-        V head[4];
-        rows.words(0, head);
-        block.scale = rows.halves(0);
-        block.minimum = negative(rows.halves(2));
-        const auto upper = [&](V lower, V packed) GGPIPE_AVX2 GGPIPE_INLINE {  // the upper two of six bits are with the first units
-            return _mm256_or_si256(lower, _mm256_slli_epi16(_mm256_and_si256(_mm256_srli_epi16(packed, 6), k2), 4));
-        };
-        const V s[2] = {_mm256_and_si256(head[1], k6), upper(four_bits(head[3]), head[1])};
-        const V m[2] = {_mm256_and_si256(head[2], k6), upper(upper_four_bits(head[3]), head[2])};
-        for (int i = 0; i < 4; i++) {
-            block.scales[i] = pair_of_bytes(s[i / 2], i % 2);
-            block.minima[i] = pair_of_bytes(m[i / 2], i % 2);
-        }
-    }
-};
-struct Q4_K : WithSixBits {
-    static constexpr int kBytes = 144, kHighest = 15;
-    GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        rows += 16;
-        GGPIPE_UNITS(4) {
-            V both[8], numbers[8];
-            for (int i = 0; i < 2; i++) rows.quads(16 * i, both + 4 * i);
-            for (int i = 0; i < 8; i++) numbers[i] = four_bits(both[i]);
-            emit(2 * u, numbers);
-            for (int i = 0; i < 8; i++) numbers[i] = upper_four_bits(both[i]);
-            emit(2 * u + 1, numbers);
-            rows += 32;
-        }
-    }
-};
-struct Q5_K : WithSixBits {
-    static constexpr int kBytes = 176, kHighest = 31;
-    GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        const V k16 = all_bytes(16);
-        V high[8];
-        for (int i = 0; i < 2; i++) rows.quads(16 + 16 * i, high + 4 * i);
-        rows += 48;
-        GGPIPE_UNITS(4) {
-            V both[8], numbers[8];
-            for (int i = 0; i < 2; i++) rows.quads(16 * i, both + 4 * i);
-            for (int i = 0; i < 8; i++) {
-                numbers[i] = _mm256_or_si256(four_bits(both[i]), _mm256_and_si256(_mm256_slli_epi16(high[i], 4), k16));
-            }
-            emit(2 * u, numbers);
-            for (int i = 0; i < 8; i++) {
-                numbers[i] = _mm256_or_si256(upper_four_bits(both[i]), _mm256_and_si256(_mm256_slli_epi16(high[i], 3), k16));
-                high[i] = _mm256_srli_epi16(high[i], 2);
-            }
-            emit(2 * u + 1, numbers);
-            rows += 32;
-        }
-    }
-};
-struct Q6_K : Super<Rows, 16> {
-    static constexpr int kBytes = 210, kHighest = 63, kOffset = 32;
-    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
-        V bytes[4];
-        rows.words(192, bytes);
-        block.scale = rows.halves(208);
-        for (int i = 0; i < 8; i++) block.scales[i] = signed_pair_of_bytes(bytes[i / 2], i % 2);
-    }
-    GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        const V k48 = all_bytes(48);
-        Source upper = rows;
-        upper += 128;
-        GGPIPE_UNITS(2) {
-            for (int half = 0; half < 2; half++) {  // 16 of each 32 columns
-                V high[4];
-                upper.quads(16 * half, high);
-                for (int part = 0; part < 2; part++) {
-                    V both[4], numbers[4];
-                    rows.quads(32 * part + 16 * half, both);
-                    for (int i = 0; i < 4; i++) {
-                        const V two = _mm256_and_si256(part ? _mm256_slli_epi16(high[i], 2) : _mm256_slli_epi16(high[i], 4), k48);
-                        numbers[i] = _mm256_or_si256(four_bits(both[i]), two);
-                    }
-                    emit(8 * u + 2 * part + half, numbers);
-                    for (int i = 0; i < 4; i++) {
-                        const V two = _mm256_and_si256(part ? _mm256_srli_epi16(high[i], 2) : high[i], k48);
-                        numbers[i] = _mm256_or_si256(upper_four_bits(both[i]), two);
-                    }
-                    emit(8 * u + 2 * part + half + 4, numbers);
-                }
-            }
-            rows += 64;
-            upper += 32;
-        }
-    }
-};
-GGPIPE_AVX2 GGPIPE_INLINE inline V two_bits(V bytes) { return _mm256_and_si256(bytes, all_bytes(3)); }
-struct Q3_K : Super<Rows, 16> {
-    static constexpr int kBytes = 110, kHighest = 7, kOffset = 4;
-    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
-        V packed[4];  // from the second on
-        rows.words(92, packed);
-        block.scale = rows.halves(108);
-        for (int i = 0; i < 4; i++) {
-            const V low = i < 2 ? four_bits(packed[1 + i]) : upper_four_bits(packed[i - 1]);
-            const V high = _mm256_slli_epi16(two_bits(_mm256_srli_epi16(packed[3], 2 * i)), 4);
-            const V bytes = _mm256_or_si256(low, high);
-            for (int j = 0; j < 2; j++) block.scales[2 * i + j] = _mm256_sub_epi16(pair_of_bytes(bytes, j), _mm256_set1_epi16(32));
-        }
-    }
-    GGPIPE_UNPACK(Source rows, const Emit & emit) {
-        Source lower = rows;
-        lower += 32;
-        GGPIPE_UNROLLED(half, 2) {  // 16 of each 32 columns: what is shifted stays in registers
-            V high[4];
-            rows.quads(16 * half, high);
-            Source from = lower;
-            GGPIPE_UNITS(2) {
-                V both[4], numbers[4];
-                from.quads(16 * half, both);
-                GGPIPE_UNROLLED(part, 4) {
-                    for (int i = 0; i < 4; i++) {
-                        const V third = _mm256_and_si256(_mm256_slli_epi16(high[i], 2), all_bytes(4));
-                        numbers[i] = _mm256_or_si256(two_bits(both[i]), third);
-                        both[i] = _mm256_srli_epi16(both[i], 2);
-                        high[i] = _mm256_srli_epi16(high[i], 1);
-                    }
-                    emit(8 * u + 2 * part + half, numbers);
-                }
-                from += 32;
-            }
-        }
-    }
-};
-template <class Source> struct TwoBits : Super<Source, 16> {
-    static constexpr int kBytes = 84, kHighest = 3;
-    static constexpr bool kHasMinima = true;
-    template <class Quads, class Emit> GGPIPE_AVX2 GGPIPE_INLINE static void unpack_at(int at, Quads rows, const Emit & emit) {
-        rows += at;
-        GGPIPE_UNITS(2) {
-            GGPIPE_UNROLLED(half, 2) {
-                V both[4], numbers[4];
-                rows.quads(16 * Source::kGroup * half, both);
-                GGPIPE_UNROLLED(part, 4) {
-                    for (int i = 0; i < 4; i++) {
-                        numbers[i] = two_bits(both[i]);
-                        both[i] = _mm256_srli_epi16(both[i], 2);
-                    }
-                    emit(8 * u + 2 * part + half, numbers);
-                }
-            }
-            rows += 32 * Source::kGroup;
-        }
-    }
-};
-struct Q2_K : TwoBits<Rows> {
-    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Rows & rows, Block & block) {
-        V bytes[4];
-        rows.words(0, bytes);
-        block.scale = rows.halves(80);
-        block.minimum = negative(rows.halves(82));
-        for (int i = 0; i < 8; i++) {
-            block.scales[i] = pair_of_bytes(four_bits(bytes[i / 2]), i % 2);
-            block.minima[i] = pair_of_bytes(upper_four_bits(bytes[i / 2]), i % 2);
-        }
-    }
-    GGPIPE_UNPACK(const Source & rows, const Emit & emit) { unpack_at(16, rows, emit); }
-};
-struct RepackedQ2_K : TwoBits<Eights> {  // by ggml, where it is compiled for AVX-512
-    GGPIPE_AVX2 GGPIPE_INLINE static void read(const Eights & rows, Block & block) {
-        block.scale = rows.halves(0);
-        block.minimum = negative(rows.halves(16));
-        for (int i = 0; i < 8; i++) {
-            const V pairs = rows.byte_pairs(32 + 16 * i);
-            block.scales[i] = four_bits(pairs);
-            block.minima[i] = upper_four_bits(pairs);
-        }
-    }
-    GGPIPE_UNPACK(const Source & rows, const Emit & emit) { unpack_at(160, rows, emit); }
 };
 
 }  // namespace ggpipe::GGPIPE_QUADS

@@ -4,7 +4,7 @@
 
 #ifdef __x86_64__
 #include "grids.h"
-#include "quad_formats.h"
+#include "quad_superblocks.h"
 
 namespace ggpipe::GGPIPE_QUADS {
 

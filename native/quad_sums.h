@@ -7,7 +7,7 @@
 
 #include "kernels.h"
 #include "quad_activations.h"
-#include "quad_formats.h"
+#include "quad_few_bits.h"
 
 namespace ggpipe::GGPIPE_QUADS {
 

@@ -12,8 +12,8 @@ GGPIPE_TARGET GGPIPE_INLINE inline I signed_byte_of(const U * words, int i) { re
 template <class Source> struct Super {  // a block is a tile's columns
     using From = Source;
     using Scale = I;
-    static constexpr int kUnit = 32, kBlock = kChunk;
-    static constexpr bool kHasMinima = false, kSuper = true, kScalesAreSmall = false;
+    static constexpr int kUnit = 32, kBlock = kChunk, kColumnsOfByte = 1;
+    static constexpr bool kHasMinima = false, kSuper = true, kScalesAreSmall = false, kUnscaled = false;
     static constexpr size_t kRowByRow = 0;
     static constexpr bool kEndToEnd = false;
 };

@@ -22,7 +22,11 @@ constexpr int8_t kFloat4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, 
 // Each has a number of columns and bytes a block (of a row), columns a unit (which share a scale), what is added to each number
 // so that it is not negative, and whether units have a minimum. Activations are quantized by 32, or by 256 (kSuper).
 // `unpack` calls `emit` for each unit of a tile, in order, with its number, its numbers, its scale and its minimum. Scales of
-// kSuper are integers, and `unpack` returns that of the block; with kScalesAreSmall, a number times its scale is one byte.
+// kSuper are integers, and `unpack` returns that of the block; with kScalesAreSmall, a number times its scale is one byte, and with
+// kUnscaled all scales are 1.
+//
+// kColumnsOfByte: if more than one, bytes with that many columns each are shifted as a whole, so columns are not in order. Of each
+// 32, the first column of each byte comes first, then the second of each.
 //
 // Up to kRowByRow rows of activations are multiplied with one row of weights after another: `row` gives eight numbers whose sum
 // is the product of a block (with scales and offsets where kSuper), `scale` what it is multiplied by, and its units' minima.
@@ -31,8 +35,8 @@ constexpr int8_t kFloat4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, 
 template <class Source> struct Small {  // a block is a unit
     using From = Source;
     using Scale = F;
-    static constexpr int kUnit = 32, kBlock = 32;
-    static constexpr bool kHasMinima = false, kSuper = false, kScalesAreSmall = false;
+    static constexpr int kUnit = 32, kBlock = 32, kColumnsOfByte = 1;
+    static constexpr bool kHasMinima = false, kSuper = false, kScalesAreSmall = false, kUnscaled = false;
     static constexpr size_t kRowByRow = 0, kScaleAt = 0;
     static constexpr bool kEndToEnd = false;
 };
@@ -50,8 +54,8 @@ GGPIPE_TARGET GGPIPE_INLINE inline void unpack_nibbles(const U both[4], U number
         numbers[4 + i] = both[i] >> 4 & k4;
     }
 }
-GGPIPE_TARGET GGPIPE_INLINE inline void look_up(U table, U numbers[8]) {
-    for (int i = 0; i < 8; i++) numbers[i] = looked_up(table, numbers[i]);
+template <int n = 8> GGPIPE_TARGET GGPIPE_INLINE inline void look_up(U table, U numbers[n]) {
+    for (int i = 0; i < n; i++) numbers[i] = looked_up(table, numbers[i]);
 }
 
 // The same in a row.
@@ -143,6 +147,30 @@ struct Q5_1 : Small<Rows> {
             F minimum;
             const F scale = scale_and_minimum(rows, minimum);
             emit(u, numbers, scale, minimum);
+            rows += kBytes;
+        }
+    }
+};
+
+struct NVFP4 : Small<Rows> {  // four units of 16 columns, each with a scale of 8 bits
+    static constexpr int kBytes = 36, kBlock = 64, kUnit = 16, kOffset = 12;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
+        const U table = table_of(kFloat4, kOffset);
+        GGPIPE_UNITS(rows.n_units / 2) {
+            U both[8];
+            const U scales = rows.word(0);
+            for (int i = 0; i < 2; i++) rows.words(4 + 16 * i, both + 4 * i);
+            GGPIPE_UNROLLED(unit, 4) {
+                U numbers[4];
+                for (int i = 0; i < 2; i++) {
+                    numbers[i] = both[2 * unit + i] & k4;
+                    numbers[2 + i] = both[2 * unit + i] >> 4 & k4;
+                }
+                look_up<4>(table, numbers);
+                // As a half with the same bits, a scale is 2 to the -8 of what it is, and half of that is wanted. 127 is no number.
+                const U byte = scales >> 8 * unit & 255, bits = byte == 127 ? U{} : byte & 127;
+                emit(4 * u + unit, numbers, lower_half(bits << 7) * 128, F{});
+            }
             rows += kBytes;
         }
     }

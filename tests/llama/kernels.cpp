@@ -90,6 +90,8 @@ std::pair<size_t, size_t> scale_of(ggml_type type, int group) {
         case GGML_TYPE_Q3_K: return {108, 2};
         case GGML_TYPE_Q2_K: return {80, 4};
         case GGML_TYPE_IQ1_M: return {48, 8};
+        case GGML_TYPE_TQ1_0: return {52, 2};
+        case GGML_TYPE_TQ2_0: return {64, 2};
         case GGML_TYPE_MXFP4: return {0, 1};
         default: return {0, 4};
     }
@@ -100,7 +102,7 @@ bool equal(const Type & type) {
     const Kernel & ours = *type.kernel, & other = *(other_kernel ? other_kernel : avx2_grid_kernel(type.type));
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
-    for (int64_t n_columns : {256, type.block == 32 ? 544 : 768}) {
+    for (int64_t n_columns : {256, type.block < 256 ? 512 + type.block : 768}) {
         for (int64_t n_rows : {type.group == 1 ? 13 : 8, 40}) {
             for (int pattern = 0; pattern < 6; pattern++) {
                 std::vector<uint8_t> weights(n_rows * n_columns / type.block * type.bytes);

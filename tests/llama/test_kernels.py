@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Type
 from support.commands import HANG_S, ROOT
+from support.weight_types import FewBits
 
 from ggpipe.llama import machine
 from ggpipe.llama.libllama import native
 
 REPACKED = (Type.Q4_0, Type.Q4_K, Type.IQ4_NL, Type.MXFP4, Type.Q2_K)
 """Types that ggml repacks: all but the last one on any CPU with AVX2. Streamed weights remain as in the file."""
-PLAIN = (Type.Q8_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q3_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS)
+PLAIN = (
+    Type.Q8_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q3_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, Type.NVFP4, *FewBits,
+    Type.TQ1_0, Type.TQ2_0,
+)  # fmt: skip
 GRIDS = (Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.IQ1_S, Type.IQ1_M)
 """Types whose numbers come from tables."""
-OF_EACH_KIND = (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q3_K, Type.Q2_K)
-"""Blocks of 32 and of 256 numbers, and sums of pairs."""
+OF_EACH_KIND = (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q3_K, Type.Q2_K, Type.NVFP4, FewBits.Q1_0, Type.TQ1_0)
+"""Blocks of 32 and of 256 numbers, sums of pairs, units of 16 numbers, and bytes with several columns."""
 AVX2 = ["avx2"]
 AVX_VNNI = ["avx2", "avx_vnni"]  # Intel Core since the 12th generation
 AVX512 = ["avx2", "avx512"]  # Intel Skylake-SP
@@ -74,7 +78,7 @@ def test_floats() -> None:
 
 
 def test_types_without_kernels() -> None:
-    assert native.kernel_names(Type.TQ1_0, False, ALL)[0] == ""
+    assert native.kernel_names(Type.Q8_K, False, ALL)[0] == ""
     with pytest.raises(RuntimeError, match="unknown CPU feature: mmx"):
         native.kernel_names(Type.Q8_0, False, ["mmx"])
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
+from support.weight_types import FewBits, Kind, block_of, dequantized
 
 from ggpipe.llama import machine
 from ggpipe.llama.libllama import native
@@ -17,38 +18,49 @@ pytestmark = pytest.mark.skipif(
     not {"AVX2", "FMA", "F16C"} <= set(machine.cpu_features()), reason="needs a CPU with AVX2"
 )
 
-Type = GGMLQuantizationType
-BY_32 = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.IQ4_NL, Type.MXFP4)
-"""Types whose blocks have 32 columns; others have 256."""
+SMALL = (
+    Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.IQ4_NL, Type.MXFP4, Type.NVFP4, FewBits.Q1_0,
+    FewBits.Q2_0,
+)  # fmt: skip
+"""Types whose blocks have 32 to 128 columns; others have 256."""
 GRIDS = (Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.IQ1_S, Type.IQ1_M)
 """Types whose numbers come from tables."""
-BY_256 = (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, *GRIDS)
+TERNARY = (Type.TQ1_0, Type.TQ2_0)
+BY_256 = (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, *TERNARY, *GRIDS)
 FLOATS = (Type.F32, Type.F16, Type.BF16)
 """Types without blocks: any number of columns."""
 REPACKED = (Type.Q4_0, Type.IQ4_NL, Type.MXFP4, Type.Q2_K, Type.Q4_K)
 """Types that ggml may repack."""
 QUANTIZED = [
-    *(pytest.param(kind, True, id=kind.name) for kind in (*BY_32, *BY_256)),
+    *(pytest.param(kind, True, id=kind.name) for kind in (*SMALL, *BY_256)),
     *(pytest.param(kind, False, id=f"{kind.name}-as-in-the-file") for kind in REPACKED),
 ]
 """All types with blocks, and whether ggml repacks them where it can."""
 ALL = [*QUANTIZED, *(pytest.param(kind, True, id=kind.name) for kind in FLOATS)]
+OF_EACH_KIND = (Type.Q4_0, Type.Q8_0, Type.NVFP4, *FewBits, *TERNARY, *FLOATS)
+SCALE_AT = {"Q6_K": 208, "Q3_K": 108, "Q2_K": 80, "TQ1_0": 52, "TQ2_0": 64}
+"""In a block, in bytes; others begin with it."""
+WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
 ROUNDING = 2e-6
 """Of single precision, in standard deviations of the results."""
 
 
-def _random_weights(kind: Type, shape: tuple[int, int], rng: np.random.Generator) -> NDArray[np.uint8]:
+def _random_weights(kind: Kind, shape: tuple[int, int], rng: np.random.Generator) -> NDArray[np.uint8]:
     """Blocks of any bytes, but scales of about 1: (rows, bytes)."""
     if kind in FLOATS:
         return quantize(rng.standard_normal(shape).astype(np.float32), kind).view(np.uint8)
-    block, size = GGML_QUANT_SIZES[kind]
+    block, size = block_of(kind)
     rows, columns = shape
     data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
-    halves = {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82), "IQ4_XS": (0,)}.get(
-        kind.name, (0, 2) if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
-    )
+    first = SCALE_AT.get(kind.name, 0)
+    halves = (first, first + 2) if kind.name in WITH_MINIMA else (first,)
     if kind is Type.IQ1_M:
         _set_quarters(data, rng.uniform(-1, 1, data.shape[:2]).astype(np.float16).view(np.uint16))
+    elif kind is Type.NVFP4:
+        data[:2, :, :4] = [
+            [[0, 127, 126, 128]],
+            [[1, 7, 8, 255]],
+        ]  # also 0, none, and the highest
     elif kind is Type.MXFP4:
         data[:, :, 0] = rng.integers(0, 130, data.shape[:2])
         data[0, 0, 0], data[-1, -1, 0] = 0, 1  # not normal numbers
@@ -65,7 +77,7 @@ def _set_quarters(data: NDArray[np.uint8], scales: NDArray[np.uint16]) -> None:
         data[:, :, 49 + 2 * i] = data[:, :, 49 + 2 * i] & 15 | (scales >> 4 * i & 15) << 4
 
 
-def _rounded(kind: Type, activations: NDArray[np.float32]) -> NDArray[np.float64]:
+def _rounded(kind: Kind, activations: NDArray[np.float32]) -> NDArray[np.float64]:
     """Activations as they are multiplied: in the weights' type if that is a float, else in 8 bits with scales."""
     if kind in FLOATS:
         return dequantize(quantize(activations, kind), kind).astype(np.float64)
@@ -84,25 +96,25 @@ def _rounded(kind: Type, activations: NDArray[np.float32]) -> NDArray[np.float64
 class Case:
     """Weights and activations of one product."""
 
-    kind: Type
+    kind: Kind
     weights: NDArray[np.uint8]
     activations: NDArray[np.float32]
     experts: NDArray[np.int32] | None = None
 
     @classmethod
-    def make(cls, kind: Type, shape: tuple[int, int], n_tokens: int, seed: int = 1) -> "Case":
+    def make(cls, kind: Kind, shape: tuple[int, int], n_tokens: int, seed: int = 1) -> "Case":
         rng = np.random.default_rng(seed)
         activations = rng.standard_normal((n_tokens, shape[1])).astype(np.float32)
         activations[:, :32] = 0  # whose scale is 0
         return cls(kind, _random_weights(kind, shape, rng), activations)
 
     def expected(self) -> NDArray[np.float64]:
-        weights = dequantize(self.weights, self.kind).astype(np.float64)
+        weights = dequantized(self.weights, self.kind).astype(np.float64)
         return _rounded(self.kind, self.activations) @ weights.T
 
     def computed(self, tokens: slice = slice(None), **settings: Any) -> NDArray[np.float32]:
         activations = self.activations[tokens]
-        block, size = GGML_QUANT_SIZES[self.kind]
+        block, size = block_of(self.kind)
         shape = (len(self.weights), self.weights.shape[1] // size * block)
         results = native.multiply(
             type=self.kind,
@@ -119,9 +131,10 @@ def _assert_near(found: NDArray[np.float32], expected: NDArray[np.float64]) -> N
 
 
 @pytest.mark.parametrize(("kind", "repack"), ALL)
-def test_products(kind: Type, repack: bool) -> None:
+def test_products(kind: Kind, repack: bool) -> None:
     """Rows that are no whole tiles, and columns that are none where blocks are smaller than a tile."""
-    odd = ((24, 288), (48, 32)) if kind in BY_32 else ((7, 300), (21, 9)) if kind in FLOATS else ()
+    block, _ = block_of(kind)
+    odd = ((24, 256 + block), (48, block)) if kind in SMALL else ((7, 300), (21, 9)) if kind in FLOATS else ()
     for shape in ((16, 256), (8, 256), (40, 768), (264, 256), *odd):
         case = Case.make(kind, shape, n_tokens=70)
         expected = case.expected()
@@ -130,14 +143,14 @@ def test_products(kind: Type, repack: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "repack"), QUANTIZED)
-def test_highest_numbers(kind: Type, repack: bool) -> None:
+def test_highest_numbers(kind: Kind, repack: bool) -> None:
     """Sums of the largest numbers that weights and activations can have fit where they are added up."""
     case = Case.make(kind, (16, 512), n_tokens=4)
     case.activations[:] = [[1.0], [-1.0], [0.5], [-0.5]]
-    at = {"Q6_K": 208, "Q3_K": 108, "Q2_K": 80}.get(kind.name, 0)
-    scale_bytes = 1 if kind is Type.MXFP4 else 4 if kind.name in ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
+    at = SCALE_AT.get(kind.name, 0)
+    scale_bytes = 1 if kind is Type.MXFP4 else 4 if kind.name in (*WITH_MINIMA, "NVFP4") else 2
     for byte in (0x00, 0x7F, 0x80, 0x88, 0xFF):
-        blocks = case.weights.reshape(16, -1, GGML_QUANT_SIZES[kind][1])
+        blocks = case.weights.reshape(16, -1, block_of(kind)[1])
         scales = blocks[:, :, at : at + scale_bytes].copy()
         blocks[:] = byte
         if kind is Type.IQ1_M:
@@ -145,16 +158,16 @@ def test_highest_numbers(kind: Type, repack: bool) -> None:
         else:
             blocks[:, :, at : at + scale_bytes] = scales
         expected = case.expected()
-        sums = np.abs(dequantize(case.weights, kind)).sum()  # results of weights that cancel out are rounded as others
+        sums = np.abs(dequantized(case.weights, kind)).sum()  # results of weights that cancel out are rounded as others
         for n in (1, 4):  # which are added up in different places
             found = case.computed(slice(n), repack=repack)
             np.testing.assert_allclose(found, expected[:n], rtol=1e-5, atol=1e-6 * float(sums) / 16)
 
 
 @pytest.mark.parametrize(("kind", "repack"), ALL)
-def test_bits_depend_on_nothing_else(kind: Type, repack: bool) -> None:
+def test_bits_depend_on_nothing_else(kind: Kind, repack: bool) -> None:
     """A row has the same bits alone, with any number of others, and with any number of threads."""
-    case = Case.make(kind, (72, 512 if kind in BY_256 else 544), n_tokens=70)
+    case = Case.make(kind, (72, 512 if kind in BY_256 else 512 + block_of(kind)[0]), n_tokens=70)
     whole = case.computed(repack=repack)
     for first, n in ((0, 1), (37, 1), (3, 2), (66, 3), (5, 4), (2, 6), (60, 7), (51, 19)):
         tokens = slice(first, first + n)
@@ -163,7 +176,7 @@ def test_bits_depend_on_nothing_else(kind: Type, repack: bool) -> None:
     np.testing.assert_array_equal(case.computed(slice(1), n_threads=2, repack=repack), whole[:1])
 
 
-def _of_each(kind: Type, n_matrices: int, n_tokens: int) -> list[Case]:
+def _of_each(kind: Kind, n_matrices: int, n_tokens: int) -> list[Case]:
     """Several matrices, with the same activations for each."""
     cases = [Case.make(kind, (40, 512), n_tokens, seed=i) for i in range(n_matrices)]
     for case in cases:
@@ -172,7 +185,7 @@ def _of_each(kind: Type, n_matrices: int, n_tokens: int) -> list[Case]:
 
 
 @pytest.mark.parametrize(("kind", "repack"), ALL)
-def test_experts(kind: Type, repack: bool) -> None:
+def test_experts(kind: Kind, repack: bool) -> None:
     """Each row of activations with the matrices of its experts: the bits of each matrix alone."""
     rng = np.random.default_rng(2)
     n_experts, n_tokens = 4, 30
@@ -208,10 +221,8 @@ def test_every_entry_of_a_grid(kind: Type) -> None:
     np.testing.assert_allclose(case.computed(), dequantize(case.weights, kind).T, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0, *FLOATS], ids=lambda kind: kind.name)
-def test_equals_ggml_but_for_rounding(kind: Type) -> None:
-    rng = np.random.default_rng(3)
-    weights = quantize(rng.standard_normal((64, 1024)).astype(np.float32), kind).view(np.uint8)
-    case = Case(kind, weights, rng.standard_normal((12, 1024)).astype(np.float32))
+@pytest.mark.parametrize("kind", OF_EACH_KIND, ids=lambda kind: kind.name)
+def test_equals_ggml_but_for_rounding(kind: Kind) -> None:
+    case = Case.make(kind, (64, 1024), 12, seed=3)
     own, ggmls = case.computed(), case.computed(fast=False)
     assert np.abs(own - ggmls).max() < 1e-5 * ggmls.std()
