@@ -167,16 +167,16 @@ def bench_single(path: Path, pairs: int) -> None:
 N_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 128)
 FILE_TYPES = (
     "Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "Q2_K", "Q3_K_M", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS",
-    "IQ2_XXS", "IQ1_M", "IQ1_S", "F16", "BF16",
+    "IQ2_XXS", "IQ1_M", "IQ1_S", "NVFP4", "Q2_0", "TQ2_0", "TQ1_0", "Q1_0", "F16", "BF16",
 )  # fmt: skip
 
 
-def bench_rows(path: Path, rounds: int) -> None:
+def bench_rows(path: Path, rounds: int, file_types: Sequence[str]) -> None:
     """Whole runs of one rank with one thread, milliseconds: the fastest of some."""
     start()  # which silences libllama
     print(f"\nrows: milliseconds of a run, best of {rounds} rounds: ggml's kernels / ggpipe's")
     print("  rows    " + "".join(f"{n:>15}" for n in N_ROWS))
-    for file_type in FILE_TYPES:
+    for file_type in file_types:
         with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
             model = quantize(path, Path(folder) / f"{file_type}.gguf", file_type, pure=True, n_threads=0)
             file = ModelFile.open(model)
@@ -354,6 +354,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benches", nargs="*", help="single, rows, hops, memory, idle; default: all")
     parser.add_argument("--pairs", type=int, default=11, help="rounds of each comparison")
+    parser.add_argument("--types", nargs="+", default=FILE_TYPES, help="of weights (rows)")
     parser.add_argument("--model", type=Path, help="use this model instead of a random one (single, hops, idle)")
     parser.add_argument("--inflated", action="store_true", help="as --model, with the inflated bundled target (Q8_0)")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -382,7 +383,7 @@ def main() -> int:
         if "single" in wanted:
             bench_single(path, args.pairs)
         if "rows" in wanted:
-            bench_rows(path, args.pairs)
+            bench_rows(path, args.pairs, args.types)
         if "hops" in wanted:
             bench_hops(path, args.pairs)
         if "memory" in wanted:

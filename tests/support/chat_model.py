@@ -6,26 +6,21 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from scripts.models.quantize import copy_header, finish
+
 _CONTROL = 3  # gguf.TokenType
 
 
 def recommend(src: Path, dst: Path, values: Mapping[str, float | str]) -> Path:
     """Write `src` to `dst` with these values under `general.sampling.`."""
     reader = gguf.GGUFReader(src)
-    writer = gguf.GGUFWriter(dst, reader.fields["general.architecture"].contents())
-    for key, field in reader.fields.items():
-        if not key.startswith(("GGUF.", "general.architecture")):
-            sub_type = field.types[1] if len(field.types) > 1 else None
-            writer.add_key_value(key, field.contents(), field.types[0], sub_type)
+    writer = copy_header(reader, dst)
     for key, value in values.items():
         kinds = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.INT32, float: gguf.GGUFValueType.FLOAT32}
         writer.add_key_value(f"general.sampling.{key}", value, kinds[type(value)])
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return dst
 
 
@@ -56,8 +51,5 @@ def add_tokens(src: Path, dst: Path, texts: Sequence[str], like: int, chat_templ
         if tensor.name in ("token_embd.weight", "output.weight"):
             data = np.concatenate([data, *[data[like : like + 1]] * len(texts)])
         writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return dst
