@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.nvfp4 import as_nvfp4
-from support.pipeline import Logits, Pipeline
-from support.runs import run_of
+from support.pipeline import Pipeline
+from support.reference import Logits, run_of
 from support.zoo import make
 
 from ggpipe.config.context import ContextConfig

@@ -47,7 +47,7 @@ ROUNDING = 2e-6
 
 def _random_weights(kind: Kind, shape: tuple[int, int], rng: np.random.Generator) -> NDArray[np.uint8]:
     """Blocks of any bytes, but scales of about 1: (rows, bytes)."""
-    if kind in FLOATS:
+    if isinstance(kind, Type) and kind in FLOATS:
         return quantize(rng.standard_normal(shape).astype(np.float32), kind).view(np.uint8)
     block, size = block_of(kind)
     rows, columns = shape
@@ -79,7 +79,7 @@ def _set_quarters(data: NDArray[np.uint8], scales: NDArray[np.uint16]) -> None:
 
 def _rounded(kind: Kind, activations: NDArray[np.float32]) -> NDArray[np.float64]:
     """Activations as they are multiplied: in the weights' type if that is a float, else in 8 bits with scales."""
-    if kind in FLOATS:
+    if isinstance(kind, Type) and kind in FLOATS:
         return dequantize(quantize(activations, kind), kind).astype(np.float64)
     n = 256 if kind in BY_256 else 32
     blocks = activations.astype(np.float32).reshape(len(activations), -1, n)

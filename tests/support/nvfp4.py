@@ -26,7 +26,7 @@ def as_nvfp4(src: Path, dst: Path, as_float: bool = False) -> Path:
             continue
         scales = rng.uniform(0.5, 2, tensor.data.shape[:-2] or (1,)).astype(np.float32)
         factors = scales[:, None, None] if tensor.data.ndim > 2 else scales
-        blocks = nvfp4(tensor.data / factors)
+        blocks = nvfp4((tensor.data / factors).astype(np.float32))
         if as_float:
             writer.add_tensor(tensor.name, dequantize(blocks, Type.NVFP4) * factors)
         else:
