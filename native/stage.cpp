@@ -4,6 +4,8 @@
 // whose name is changed in `init_tensor` is not found, so not read; its name comes back after loading.
 #include "stage.h"
 
+#include <cstring>
+
 #include <algorithm>
 
 #include "group.h"
@@ -29,7 +31,11 @@ void Stage::end_load(bool loaded) {
 }
 
 ggml_status Stage::place_weight(ggml_tensor * tensor, Role role, bool host) {
-    if (!loading || tensor->view_src) return GGML_STATUS_SUCCESS;
+    if (tensor->view_src) return GGML_STATUS_SUCCESS;
+    if (!loading) {
+        if (role == Role::Local) states.add(tensor);
+        return GGML_STATUS_SUCCESS;
+    }
     if (host ? first : role == Role::Local) weights.push_back(tensor->name);
     if (!host && role == Role::Local && streamed && streamed->add(tensor)) {
         hide(tensor);
@@ -83,6 +89,18 @@ void Stage::cancel(int64_t run) {
     if (current_run_ != run) return;
     abort_run_ = run;
     if (streamed) streamed->wake();
+}
+
+void CompressorStates::add(ggml_tensor * tensor) {
+    if (tensor->op != GGML_OP_NONE || strncmp(tensor->name, "dsv4_", 5) || !strstr(tensor->name, "_state_")) return;
+    for (const ggml_tensor * other : tensors_) {
+        if (!strcmp(other->name, tensor->name)) return;
+    }
+    tensors_.push_back(tensor);
+}
+
+void CompressorStates::copy(int from, int to) const {
+    for (const ggml_tensor * t : tensors_) memcpy((char *) t->data + to * t->nb[2], (const char *) t->data + from * t->nb[2], t->nb[2]);
 }
 
 }  // namespace ggpipe

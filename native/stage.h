@@ -75,6 +75,16 @@ struct Repacker {
     void (*free_buffer)(ggml_backend_buffer_t) = nullptr;
 };
 
+// DeepSeek-V4 collects tokens in states until they become one KV cell. Their memory: tensors of LOCAL, each with a part for each sequence.
+class CompressorStates {
+   public:
+    void add(ggml_tensor * tensor);  // if it is one; a second context has others of the same names, which are not used
+    void copy(int from, int to) const;
+
+   private:
+    std::vector<ggml_tensor *> tensors_;
+};
+
 struct Stage {
     // first: it reads the input embedding: no rank is before this one, or it has MTP layers. repack: let the CPU backend repack weights. exact: reference kernels.
     // fast_kernels: our own kernels, where they can. touch_cells: KV cells get their memory when they are
@@ -138,6 +148,7 @@ struct Stage {
     std::vector<uint8_t> hidden;   // of the last run
 
     CellOrder cell_order;  // kept where `exact`
+    CompressorStates states;
     Threads threads;       // of LOCAL
     Wire wire;
     int misplaced = 0;     // reads from DOWN: the cut runs through a layer

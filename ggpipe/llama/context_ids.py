@@ -9,19 +9,18 @@ from ggpipe.errors import Setting, SettingError, Wording
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib
 from ggpipe.llama.model_header import ModelHeader
+from ggpipe.llama.sequence_memory import COMPRESSED, CompressedMemory
 
 _CELLS_OF_BRANCH = 8
 """Cells of a context for each sequence id of a branch: in a short one, branches without cells are useless."""
-_COPIES_ALL_LAYERS = ("deepseek4",)
-"""Architectures whose states libllama copies for all layers, also for those that other ranks hold."""
 TAKES_BACK = frozenset(
     """
-    arwkv7 bailingmoe3 falcon-h1 glm5-next granitehybrid jamba kimi-k3 kimi-linear lfm2 lfm2moe mamba mamba2 nemotron_h
-    nemotron_h_moe plamo2 qwen35 qwen35moe qwen3next qwen4exp rwkv6 rwkv7
+    arwkv7 bailingmoe3 deepseek4 falcon-h1 glm5-next granitehybrid jamba kimi-k3 kimi-linear lfm2 lfm2moe mamba mamba2
+    nemotron_h nemotron_h_moe plamo2 qwen35 qwen35moe qwen3next qwen4exp rwkv6 rwkv7
     """.split()  # noqa: SIM905
 )
-"""Recurrent and hybrid architectures that compute the same bits after a state was taken back, and with `exact` also
-whatever the number of rows. `tests/support/state_check.py` checks one."""
+"""Architectures with recurrent or compressed states that compute the same bits after one was taken back, and with
+`exact` also whatever the number of rows. `tests/support/state_check.py` checks one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +76,13 @@ def divide_ids(
 
 
 def _most_states(model_file: ModelFile) -> int:
-    """Sequences beside those of requests, where each has a state of its own. The same for all stages."""
-    return 0 if model_file.architecture in _COPIES_ALL_LAYERS else ModelHeader(model_file).most_states
+    """Sequences beside those of requests, where each has a state of its own. The same for all stages. libllama copies
+    compressed ones for all layers, also for those that other ranks hold."""
+    return 0 if model_file.architecture in COMPRESSED else ModelHeader(model_file).most_states
 
 
 def most_taken_back(model_file: ModelFile) -> int:
     """States that draft tokens can be taken back to."""
+    if model_file.architecture in COMPRESSED and not CompressedMemory.is_known():
+        return 0
     return ModelHeader(model_file).most_states if model_file.architecture in TAKES_BACK else 0

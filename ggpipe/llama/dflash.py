@@ -21,7 +21,7 @@ from msgspec import structs
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.drafters.base import HeadNeeds
-from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RowLogits, Run
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.errors import ModelError
 from ggpipe.llama.block_answers import answers_of, samples_from_anchor
 from ggpipe.llama.eagle3 import HeadStage
@@ -131,6 +131,5 @@ class BlockStage(HeadStage):
             first, *later = self._answers.of_block(number, n, self._logits, logits_request)
             found = [structs.replace(first, later=tuple(later))]
         for seq in last.seqs:
-            for id in self._ids(seq):
-                lib.llama_memory_seq_rm(self._memory, id, last.pos + 1, -1)
+            self._memory.apply([KvOp(KvKind.RM, seq, p0=last.pos + 1)])
         return status, seconds, found

@@ -157,7 +157,7 @@ class HeadStage(Stage):
         run_id = run.id if self._may_abort(run) else 0
         status, compute_s, found = self._answer(run, run_id)
         if status == 2:
-            self._forget(run)
+            self._memory.forget(run)
         return Outcome(bytearray(headroom), found, compute_s, status == 2)
 
     def _answer(self, run: Run, run_id: int) -> tuple[int, float, tuple[RowLogits, ...]]:
@@ -191,7 +191,7 @@ class HeadStage(Stage):
         """States of the target, (rows, numbers), as the head's layer reads them: (rows, width)."""
         n = len(states)
         # libllama checks positions, which the encoder does not use.
-        first = int(lib.llama_memory_seq_pos_max(self._memory, 0)) + 1
+        first = self._memory.end_of(0) + 1
         rows = [Row(token=0, pos=first + i, seqs=(0,), request=0) for i in range(n)]
         self._batch.fill(rows, outputs=True)
         self._native.want_hidden(0, skips_logits=False)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.dropped_rows import kept
-from ggpipe.core.messages import KvKind, KvOp, LogitsKind, Row, RowLogits, Run
+from ggpipe.core.messages import KvOp, LogitsKind, Row, RowLogits, Run
 from ggpipe.core.overtaking import SharedStates
 from ggpipe.errors import IndivisibleModelError, RunError, Setting, UsageError
 from ggpipe.llama.context_ids import TAKES_BACK, divide_ids
@@ -31,6 +31,7 @@ from ggpipe.llama.params import LlamaBatch, context_params
 from ggpipe.llama.pauses import Pauses, open_pauses
 from ggpipe.llama.row_filter import RowFilter, with_dropped
 from ggpipe.llama.row_results import RowResults
+from ggpipe.llama.sequence_memory import COMPRESSED, memory_of
 from ggpipe.llama.sequence_states import SequenceStates
 
 _NO_RUN = 0  # an id that no run has
@@ -168,13 +169,13 @@ class Stage:
             config,
             n_asked,
             n_prefixes,
-            slides=n_swa > 0,
+            slides=n_swa > 0 and self._file.architecture not in COMPRESSED,
             rolls_back=self.rolls_back,
             saves_states=saves_states,
         )
         self.n_prefixes, self.n_branches = ids.n_prefixes, ids.n_branches
         """See `ContextIds`."""
-        self._pins, n_seq = ids.pins, ids.n_seq
+        n_seq = ids.n_seq
         logged_errors()
         self._context_config = replace(config, n_seq=n_seq)
         params = context_params(self._context_config, *threads)
@@ -184,16 +185,16 @@ class Stage:
             raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {last_error()}")
         self._loras = Loras(self._model, model)
         self._loras.apply(self._context)
-        self._memory = lib.llama_get_memory(self._context)
+        self._memory = memory_of(self._native, self._context, self._file.architecture, ids.pins)
         spare = ids.spare if self.partial_prefixes else None
-        self.states = SequenceStates(self._context, n_swa, spare, self._ids)
+        self.states = SequenceStates(self._context, n_swa, spare, self._memory.ids)
         self._width = int(lib.llama_model_n_embd_out(self._model))
         self._n_embd = int(lib.llama_model_n_embd(self._model))
         self._n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self.n_ctx = int(lib.llama_n_ctx(self._context))
         self.n_batch = min(config.n_batch, n_asked)  # libllama caps batches before it rounds the context up
         self.n_ubatch = int(lib.llama_n_ubatch(self._context))
-        self._batch = LlamaBatch(self.n_ubatch, ids.n_own, self._pins)
+        self._batch = LlamaBatch(self.n_ubatch, ids.n_own, ids.pins)
         self._results = RowResults(self._native, self.group, self._width, self._n_vocab, self._check_run)
 
     def _dry_run(self) -> BoundaryTensors:
@@ -221,7 +222,7 @@ class Stage:
 
     def _row_filter(self, context: ContextConfig) -> RowFilter:
         drops = self.rolls_back and not context.exact and all(self._wanted_bytes.values())
-        tip = functools.partial(lib.llama_memory_seq_pos_max, self._memory) if self.group else None
+        tip = self._memory.end_of if self.group else None
         return RowFilter(self._wanted_bytes if drops else None, tip)
 
     def _check_run(self) -> None:
@@ -234,26 +235,11 @@ class Stage:
 
     def apply(self, ops: tuple[KvOp, ...]) -> None:
         """Apply KV operations, in order. Raises RunError if the model's memory cannot roll back."""
-        for op in ops:
-            match op.kind:
-                case KvKind.RM:
-                    if not all(lib.llama_memory_seq_rm(self._memory, seq, op.p0, op.p1) for seq in self._ids(op.seq)):
-                        raise RunError(f"'{self._file.architecture}' models cannot forget part of a sequence")
-                case KvKind.CP:
-                    for seq, dst in zip(self._ids(op.seq), self._ids(op.dst), strict=True):
-                        lib.llama_memory_seq_cp(self._memory, seq, dst, op.p0, op.p1)
-
-    def _ids(self, seq: int) -> tuple[int, ...]:
-        """A sequence's ids in libllama: its own, and its pin.
-
-        Where a sliding window hides a cell from its only sequence, libllama gives the cell to another sequence, and a
-        rollback would miss it. So each cell of such a model has a second id, its pin: it is free when it is removed.
-        """
-        return (seq, seq + self._pins) if self._pins else (seq,)
+        self._memory.apply(ops)
 
     def forget_all(self) -> None:
         """Empty all sequences."""
-        lib.llama_memory_clear(self._memory, True)
+        self._memory.clear()
 
     def decode(
         self,
@@ -304,7 +290,7 @@ class Stage:
         outgoing = self._native.end_run()
         self._check_run()
         if status == 2:
-            self._forget(run)
+            self._memory.forget(run)
             return Outcome(outgoing[:headroom], (), compute_s, True, paused_s=paused_s)
         if status == 1:
             raise RunError(f"no free KV cells for {len(run.rows)} tokens; raise ", Setting("n_ctx"))
@@ -365,16 +351,6 @@ class Stage:
     def _may_abort(self, run: Run) -> bool:
         """Whether a run may be stopped. With several sequences in it, libllama moves states anywhere in the graph."""
         return self.rolls_back or len({row.seqs for row in run.rows}) == 1
-
-    def _forget(self, run: Run) -> None:
-        """Free the cells of a stopped run. libllama frees them only for the first sequence id of each row."""
-        first: dict[int, int] = {}
-        for row in run.rows:
-            for seq in row.seqs:
-                first[seq] = min(first.get(seq, row.pos), row.pos)
-        for seq, pos in first.items():
-            for id in self._ids(seq):
-                lib.llama_memory_seq_rm(self._memory, id, pos, -1)
 
     def _extract(self, run: Run) -> tuple[RowLogits, ...]:
         """What the run's rows request."""
