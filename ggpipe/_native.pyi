@@ -258,6 +258,9 @@ class Stage:
     def want_pause(self) -> None:
         """Have the run that is computed pause, if it does so. From any thread."""
 
+    def copy_state(self, seq: int, other: int) -> None:
+        """Copy the states of a sequence's compressors to another id."""
+
     def pause(self) -> None:
         """In `at_pause`: other runs follow, in another context."""
 

@@ -213,7 +213,7 @@ NB_MODULE(_native, m) {
         .def_rw("at_pause", &Stage::at_pause, nb::for_setter(nb::arg("value").none()), "Called there. It must not raise.")
         .def_rw("continues", &Stage::continues, "Times a pause: so long a run continues at least before the next one.")
         .def("want_pause", [](Stage & s) { s.wants_pause = true; }, "Have the run that is computed pause, if it does so. From any thread.")
-        .def("copy_state", [](const Stage & s, int from, int to) { s.states.copy(from, to); }, "from"_a, "to"_a, "Copy the states of a sequence's compressors to another id.")
+        .def("copy_state", [](const Stage & s, int from, int to) { s.states.copy(from, to); }, "seq"_a, "other"_a, "Copy the states of a sequence's compressors to another id.")
         .def("pause", &Stage::pause, "In `at_pause`: other runs follow, in another context.")
         .def("resume", &Stage::resume, "After them.")
         .def("cancel", &Stage::cancel, "run"_a, "Stop this run if it is being computed. From any thread.")

@@ -99,6 +99,8 @@ class Limits:
     """Any part of a kept sequence, from its first token on, can be continued; else only a whole one."""
     rolls_back: bool = True
     """The end of a sequence can be removed; else draft tokens are taken back by copies of the state."""
+    most_taken_back: int | None = None
+    """Tokens whose cells are there to be computed again after copies of the state; None: all."""
     drops_rows: bool = True
     """Stages drop dead rows of runs; see `dropped_rows`."""
     n_pauses: int = 0

@@ -34,8 +34,10 @@ class _Border:
 class StateRollback:
     """See the module's text. One per sequence; operations and ids are shared by all sequences of a pipeline."""
 
-    def __init__(self, ids: SequenceIds, ops: list[KvOp]) -> None:
+    def __init__(self, ids: SequenceIds, ops: list[KvOp], most: int | None = None) -> None:
+        """`most`: see `Limits.most_taken_back`."""
         self._ids = ids
+        self._most = most
         self._ops = ops
         self._borders: list[_Border] = []
         """The oldest run's first."""
@@ -47,10 +49,13 @@ class StateRollback:
         """The ids that hold states."""
         return [border.seq for border in self._borders]
 
-    def begin(self, seq: int, pos: int) -> bool:
-        """A run with draft tokens is to begin, its first node at `pos`. False where there is no free id for the
-        state."""
+    def begin(self, seq: int, pos: int, last: int) -> bool:
+        """A run with draft tokens is to begin, or go on up to `last`, its first node at `pos`. False where there is no
+        free id for the state, or no way back from so far."""
         pos -= self.n_again
+        first = self._borders[0].pos if self._borders else pos
+        if self._most is not None and last - first >= self._most:
+            return False
         if self._borders and self._borders[-1].pos == pos:
             return True
         if len(self._ids) <= self._ids.reserved:

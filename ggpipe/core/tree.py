@@ -117,11 +117,18 @@ class Tree:
     """
 
     def __init__(
-        self, ids: SequenceIds, ops: list[KvOp], token: int, pos: int, seq: int | None = None, rolls_back: bool = True
+        self,
+        ids: SequenceIds,
+        ops: list[KvOp],
+        token: int,
+        pos: int,
+        seq: int | None = None,
+        rolls_back: bool = True,
+        most_taken_back: int | None = None,
     ) -> None:
-        """`token` at `pos` is the last one of the prompt. `seq`: an id taken from `ids`; None takes one. `rolls_back`:
-        as `Limits.rolls_back`."""
-        self._states = None if rolls_back else StateRollback(ids, ops)
+        """`token` at `pos` is the last one of the prompt. `seq`: an id taken from `ids`; None takes one. `rolls_back`
+        and `most_taken_back`: as in `Limits`."""
+        self._states = None if rolls_back else StateRollback(ids, ops, most_taken_back)
         self._ids = ids
         self._ops = ops
         ids.reserved -= 1
@@ -241,7 +248,8 @@ class Tree:
     def _branch(self, parent: Node, node: Node, run: int, first: Node) -> bool:
         """Give a node the id whose path ends at its parent, or a new one. False where none is free. `first`: the first
         node of this tree in the run."""
-        if self._states is not None and (parent.tip_of is None or not self._states.begin(parent.tip_of, first.pos)):
+        states, tip = self._states, parent.tip_of
+        if states is not None and (tip is None or not states.begin(tip, first.pos, node.pos)):
             return False
         if (seq := parent.tip_of) is None:
             if len(self._ids) <= self._ids.reserved:

@@ -31,6 +31,7 @@ from ggpipe.errors import Interrupted, MemoryNeededError, Setting, Wording
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PromptCache
+from ggpipe.llama.sequence_memory import COMPRESSED
 from ggpipe.llama.stage import BoundaryTensors
 from ggpipe.llama.vocab import Vocab
 from ggpipe.transport.base import HEAD
@@ -80,7 +81,9 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         handshake.check_cuts(progress.cuts_of(layout), agreed.model_file.architecture)
         ranks[HEAD].resident_bytes = machine.resident_bytes()
         n_requests, context = config.n_requests, progress.context_of(layout)
-        if config.context.exact and not context.exact_in_company:
+        is_alone = config.context.exact and not context.exact_in_company
+        has_own_cells = agreed.model_file.architecture in COMPRESSED  # which other sequences' states do not change
+        if is_alone:
             if n_requests > 1:
                 agreed.warnings.append(_in_turn(config.context))
             n_requests, context = 1, msgspec.structs.replace(context, n_prefixes=0)
@@ -93,8 +96,8 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             agreed.warnings.append(Wording(Setting("prompt_cache"), " is not used: ", why))
         restored = progress.restored_of(layout, context, agreed.warnings)
         takes_back = vocab.rolls_back or context.n_branches > 0
-        if config.context.exact and not context.exact_in_company:
-            takes_back = vocab.rolls_back
+        if is_alone and not vocab.rolls_back:
+            takes_back = takes_back and has_own_cells
         if draft_layouts and not takes_back:
             agreed.warnings.append(
                 Wording(Setting("model"), " cannot take draft tokens back: running without speculation")
@@ -138,8 +141,8 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             drafts_late=late,
             sharing=registry.sharing({drafter: kinds[drafter] for drafter in started}),
         )
-        if config.context.exact and not context.exact_in_company:
-            limits = replace(limits, n_seq=n_requests)  # branches, of several drafters as well, are company
+        if is_alone:  # branches, of several drafters as well, are company
+            limits = replace(limits, n_seq=n_requests + has_own_cells * context.n_branches)
         loaded.pop_all()
         warnings = tuple(agreed.warnings)
         return LoadedHead(
@@ -304,6 +307,7 @@ def _limits(context: ContextConfig, layout: Layout, loaded: StageContext, n_requ
         n_prefixes=loaded.n_prefixes,
         partial_prefixes=loaded.partial_prefixes,
         rolls_back=loaded.rolls_back,
+        most_taken_back=loaded.most_taken_back,
         drops_rows=loaded.rolls_back and not context.exact,
         n_pauses=layout.fewest_layers - 1 if loaded.can_pause else 0,
         work=work if has_long_runs else work.never_long(),

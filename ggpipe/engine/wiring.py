@@ -178,5 +178,6 @@ def context_of(stage: Stage) -> StageContext:
         n_branches=stage.n_branches,
         partial_prefixes=stage.partial_prefixes,
         rolls_back=stage.rolls_back,
+        most_taken_back=stage.most_taken_back,
         can_pause=stage.pauses is not None,
     )

@@ -12,6 +12,7 @@ from ggpipe.llama.libllama import lib, native
 
 COMPRESSED = ("deepseek4",)
 """Architectures whose sequences have cells of their own, most of which hold several tokens each."""
+_CELLS = 256  # libllama rounds the cells of a window up to a multiple of this
 _RAW = "_ZNK19llama_kv_cache_dsv47get_rawEv"  # llama_kv_cache_dsv4::get_raw
 _REMOVE = "_ZN19llama_kv_cache_iswa6seq_rmEiii"  # llama_kv_cache_iswa::seq_rm
 
@@ -24,6 +25,11 @@ class SequenceMemory:
         self._memory = lib.llama_get_memory(context)
         self._architecture = architecture
         self._pins = pins
+
+    @property
+    def most_taken_back(self) -> int | None:
+        """As `Limits.most_taken_back`."""
+        return None
 
     def ids(self, seq: int) -> tuple[int, ...]:
         """A sequence's ids in libllama: its own, and its pin.
@@ -79,6 +85,9 @@ class CompressedMemory(SequenceMemory):
 
     def __init__(self, native_stage: native.Stage, context: Any, architecture: str) -> None:
         super().__init__(context, architecture, 0)
+        self._n_swa = int(lib.llama_model_n_swa(lib.llama_get_model(context)))
+        most = min(int(lib.llama_n_ctx(context)), self._n_swa + int(lib.llama_n_ubatch(context)))
+        self._n_cells = most + -most % _CELLS  # of the window, for each sequence
         self._native = native_stage
         self._window = _function(_RAW, ctypes.c_void_p, ctypes.c_void_p)(self._memory)
         self._remove_from = _function(_REMOVE, ctypes.c_bool, ctypes.c_void_p, *[ctypes.c_int] * 3)
@@ -89,6 +98,10 @@ class CompressedMemory(SequenceMemory):
     def is_known() -> bool:
         """Whether this libllama has the functions."""
         return all(hasattr(lib._lib, name) for name in (_RAW, _REMOVE))
+
+    @property
+    def most_taken_back(self) -> int | None:
+        return (self._n_cells - self._n_swa) // 2  # cells that are free may be left out for a while
 
     def clear(self) -> None:
         super().clear()

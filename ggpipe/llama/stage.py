@@ -340,6 +340,11 @@ class Stage:
         return not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
 
     @property
+    def most_taken_back(self) -> int | None:
+        """As `Limits.most_taken_back`."""
+        return self._memory.most_taken_back
+
+    @property
     def partial_prefixes(self) -> bool:
         """Whether any prefix of a sequence can be copied and continued. Otherwise only a whole sequence can."""
         return self.rolls_back

@@ -86,6 +86,7 @@ class StageContext(msgspec.Struct, frozen=True, kw_only=True):
     n_branches: int
     partial_prefixes: bool
     rolls_back: bool
+    most_taken_back: int | None
     can_pause: bool
 
 

@@ -174,7 +174,7 @@ def test_models_whose_states_cannot_be_copied_go_on_without(n_ranks: int, folder
 
 
 @pytest.mark.parametrize("mode", ["async", "speculative"])
-@pytest.mark.parametrize(("name", "n_ranks"), CASES)
+@pytest.mark.parametrize(("name", "n_ranks"), [*CASES, ("deepseek4", 1), ("deepseek4", 3)])
 def test_draft_tokens_are_taken_back(name: str, n_ranks: int, mode: Mode, folder: Path) -> None:
     """Plain decoding's outputs, of two requests at a time, and for a prompt that continues what was generated."""
     path, n = model(name, folder), 40
@@ -195,4 +195,5 @@ def test_draft_tokens_are_taken_back(name: str, n_ranks: int, mode: Mode, folder
         if n_ranks > 1 or mode == "speculative":  # else it depends on times whether draft tokens pay
             assert counters.accepted_tokens > n // 3
             assert counters.submitted_tokens > counters.accepted_tokens, "none was wrong"
-        assert counters.cached_tokens > len(prompts[0]), "nothing of the output was kept"
+        kept = counters.cached_tokens > len(prompts[0])
+        assert kept == (name != "deepseek4"), "nothing of the output was kept"

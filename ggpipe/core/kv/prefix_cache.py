@@ -123,7 +123,8 @@ class PrefixCache:
         return prefix
 
     def _tree_of(self, prompt: Sequence[int], seq: int) -> Tree:
-        return Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, seq, self._limits.rolls_back)
+        limits = self._limits
+        return Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, seq, limits.rolls_back, limits.most_taken_back)
 
     def checkpoint(self, prefix: Prefix, position: int) -> None:
         """Take a checkpoint before a request's next run, if one is due at this position."""
