@@ -88,10 +88,14 @@ void receive(ggml_backend_buffer_t b, const ggml_tensor * t, void * data, size_t
     memset(data, 0, size);
     if (s.running()) (d.role == Role::Down ? s.misplaced : s.missing)++;
 }
+// A copy between another rank's sequences is that rank's. Other copies are read and written.
+bool is_theirs(ggml_backend_buffer_t b, const ggml_tensor * from, ggml_tensor *) {
+    return (from->view_src ? from->view_src : from)->buffer->buft == b->buft;
+}
 void no_clear(ggml_backend_buffer_t, uint8_t) {}
 }  // namespace
 const ggml_backend_buffer_i kMemory = {release, base, init_weight, fill, write, read, nullptr, nullptr, nullptr, clear, nullptr};
-const ggml_backend_buffer_i kRemote = {release, base, init_weight, drop, send, receive, nullptr, nullptr, nullptr, no_clear, nullptr};
+const ggml_backend_buffer_i kRemote = {release, base, init_weight, drop, send, receive, nullptr, nullptr, is_theirs, no_clear, nullptr};
 namespace {
 
 // ---- buffer types -------------------------------------------------------------------------------------------

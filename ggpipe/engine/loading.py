@@ -82,11 +82,13 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         ranks[HEAD].resident_bytes = machine.resident_bytes()
         n_requests, context = config.n_requests, progress.context_of(layout)
         is_alone = config.context.exact and not context.exact_in_company
-        has_own_cells = agreed.model_file.architecture in COMPRESSED  # which other sequences' states do not change
+        has_own_cells = agreed.model_file.architecture in COMPRESSED  # not changed by copies of states
         if is_alone:
             if n_requests > 1:
                 agreed.warnings.append(_in_turn(config.context))
-            n_requests, context = 1, msgspec.structs.replace(context, n_prefixes=0)
+            n_requests = 1
+            if not has_own_cells:
+                context = msgspec.structs.replace(context, n_prefixes=0)
         if config.prompt_cache is not None and context.n_prefixes == 0:
             why = (
                 Wording(Setting("exact"), " needs ", Setting("flash_attn"), " for it")
@@ -141,8 +143,8 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             drafts_late=late,
             sharing=registry.sharing({drafter: kinds[drafter] for drafter in started}),
         )
-        if is_alone:  # branches, of several drafters as well, are company
-            limits = replace(limits, n_seq=n_requests + has_own_cells * context.n_branches)
+        if is_alone and not has_own_cells:
+            limits = replace(limits, n_seq=n_requests)  # branches, of several drafters as well, are company
         loaded.pop_all()
         warnings = tuple(agreed.warnings)
         return LoadedHead(

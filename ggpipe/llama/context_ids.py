@@ -56,7 +56,7 @@ def divide_ids(
     n_branches, n_rows = config.n_branches, min(config.n_batch, config.n_ubatch)
     room = min(most, fitting // _CELLS_OF_BRANCH, n_rows // (1 + slides))
     if not rolls_back:
-        n_prefixes = min(n_prefixes, _most_states(model_file))
+        n_prefixes = min(n_prefixes, _most_states(model_file, n_ctx))
         n_branches, room = min(config.n_states, most_taken_back(model_file)), min(most, fitting)
     n_prefixes = max(min(n_prefixes, most - config.n_seq, fitting - config.n_seq), 0)
     n_own = config.n_seq + n_prefixes
@@ -75,10 +75,10 @@ def divide_ids(
     return ContextIds(n_prefixes=n_prefixes, n_branches=n_branches, pins=pins, spare=n_own + pins, n_seq=n_seq)
 
 
-def _most_states(model_file: ModelFile) -> int:
-    """Sequences beside those of requests, where each has a state of its own. The same for all stages. libllama copies
-    compressed ones for all layers, also for those that other ranks hold."""
-    return 0 if model_file.architecture in COMPRESSED else ModelHeader(model_file).most_states
+def _most_states(model_file: ModelFile, n_ctx: int) -> int:
+    """Sequences beside those of requests, where each has a state or cells of its own. The same for all stages."""
+    header = ModelHeader(model_file)
+    return header.most_sequences(n_ctx) if model_file.architecture in COMPRESSED else header.most_states
 
 
 def most_taken_back(model_file: ModelFile) -> int:

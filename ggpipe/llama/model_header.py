@@ -45,12 +45,14 @@ _SLIDING_PERIODS = {
 """One of this many layers has no sliding window: the last, or the first if the number is negative (libllama's
 load_swa_pattern). Files may have a number of their own, or a value for each layer."""
 _MASK_BYTES = 2
+_CELL_BYTES = 2  # of a number
 _POOLINGS = ("none", "mean", "cls", "last", "rank")  # by libllama's numbers
 _NOT_CAUSAL = ("gemma-embedding",)
 _MOST_NUMBERS = 12 << 20  # of the vectors of a text's tokens, 4 bytes each
 _MIN_STATES, _MAX_STATES = 4, 8
 """Kept prefixes of recurrent models: each takes the memory of a state, all layers' together."""
 _STATES_SHARE = 8
+_WITH_INDEXER = 4  # tokens of a compressed cell of layers that have an indexer
 """They take this part of the weights' memory, within those limits."""
 
 
@@ -171,6 +173,15 @@ class ModelHeader:
         """Kept prefixes, at most, where each has a recurrent state of its own."""
         bytes_each = sum(map(self.state_bytes, range(self.n_layer)))
         return min(max(self._n_bytes // (_STATES_SHARE * max(bytes_each, 1)), _MIN_STATES), _MAX_STATES)
+
+    def most_sequences(self, n_ctx: int) -> int:
+        """The same where each has cells of its own that hold several tokens."""
+        widths = self.number("attention.key_length"), self.number("attention.indexer.key_length")
+        n_cells = 0
+        for layer in range(self.n_layer):
+            if ratio := self.per_layer("attention.compress_ratios", 0)[layer]:
+                n_cells += n_ctx // ratio * (widths[0] + widths[1] * (ratio == _WITH_INDEXER))
+        return min(self._n_bytes // (_STATES_SHARE * max(_CELL_BYTES * n_cells, 1)), _MAX_STATES)
 
     @property
     def _state_width(self) -> int:

@@ -124,9 +124,10 @@ class Stage:
         """Other sequences whose recurrent states the last run reads; None: the model has none."""
         self._numbers: Sequence[int] = ()
         """Numbers of the rows of the last run that were computed."""
+        touches = warmup and model.numa is None and model_file.architecture not in COMPRESSED  # else of all sequences
         self._native = native.Stage(
             first=self.is_first, repack=model.repacks, exact=context.exact,
-            fast_kernels=context.uses_fast_kernels, touch_cells=warmup and model.numa is None,
+            fast_kernels=context.uses_fast_kernels, touch_cells=touches,
         )  # fmt: skip
         try:
             with joined(self._native, group, model_file, model) if group else contextlib.nullcontext():

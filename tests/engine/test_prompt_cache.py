@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from support import in_process
+from support.architectures import write
 from support.commands import SPLITS, TARGET, ggpipe, mpirun
 from support.long_text import SAMPLING, Tokens, alone, words
 from support.pipeline import local_session
 from support.requests import asked
-from support.zoo import make
+from support.zoo import ZOO, make
 
 from ggpipe.channel.client import ClientRequest
 from ggpipe.config.context import ContextConfig
@@ -202,9 +203,9 @@ def test_bad_paths(n: int, tmp_path: Path) -> None:
     assert "--prompt-cache-ro needs a file: name it with --prompt-cache" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["gemma3", "jamba"])
+@pytest.mark.parametrize("name", ["gemma3", "jamba", "deepseek4"])
 def test_sliding_windows_and_recurrent_models(name: str, tmp_path: Path) -> None:
-    path = make(name, tmp_path / "model.gguf")
+    path = (make if name in ZOO else write)(name, tmp_path / "model.gguf")
     text = "the quick brown fox jumps over the lazy dog and runs away from all of the other animals in the wood"
     arguments = ("generate", "-m", path, "-n", 20, "-c", 512, "-t", 1, "--temp", 0, "--exact", *SPLITS[2])
     for more in ("", "", " for ever"):
