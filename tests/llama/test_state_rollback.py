@@ -14,7 +14,7 @@ from support.commands import HANG_S, ROOT
 
 from ggpipe.llama.context_ids import TAKES_BACK
 
-NAMES = ("granitehybrid", "kimi-linear", "lfm2moe", "nemotron_h", "qwen35", "rwkv7")
+NAMES = ("deepseek4", "granitehybrid", "kimi-linear", "lfm2moe", "nemotron_h", "qwen35", "rwkv7")
 
 
 def test_draft_tokens_leave_no_trace(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class Driven(DrafterDriver):
         limits = Limits(n_ctx=200, n_batch=6, n_ubatch=6, n_in_flight=2, n_seq=24, n_requests=2, n_prefixes=2)
         self.target, self.model, self.knows_paths = target, model, knows_paths
         super().__init__(
-            head(3, DraftPipeline(limits=limits, horizon=HORIZON)), FakePipeline(1, 200, 24, 6, self._answer)
+            head(3, DraftPipeline(limits=limits, horizon=HORIZON)), FakePipeline(1, limits, 6, self._answer)
         )
         self.known: dict[int, Tokens] = {}
         """Of each request, its text as the drafter was told."""

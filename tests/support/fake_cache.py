@@ -29,7 +29,11 @@ class FakeCache:
     it is, whatever the positions; it cannot forget a part of what its state has read, and an abort leaves that broken.
     """
 
-    def __init__(self, n_ctx: int, n_seq: int, hybrid: bool = False, may_hide: bool = False) -> None:
+    def __init__(
+        self, n_ctx: int, n_seq: int, hybrid: bool = False, may_hide: bool = False, most_back: int | None = None
+    ) -> None:
+        """`most_back`: see `Limits.most_taken_back`."""
+        self._most_back = most_back
         self.n_ctx, self.n_seq, self.hybrid, self._may_hide = n_ctx, n_seq, hybrid, may_hide
         self.cells: set[Cell] = set()
         self._sequences: dict[int, dict[int, Cell]] = collections.defaultdict(dict)
@@ -101,6 +105,8 @@ class FakeCache:
             state = self._states.get(seq, ())
             assert state is not None, "a broken state"
             assert p0 >= len(state), "libllama: a state cannot forget a part"
+            too_far = self._most_back is not None and cells and max(cells) - p0 >= self._most_back
+            assert not too_far, "a cell before these may be lost"
         for pos in [pos for pos in cells if p0 <= pos < p1]:
             cell = cells.pop(pos)
             cell.seqs.remove(seq)

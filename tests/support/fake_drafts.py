@@ -69,7 +69,7 @@ class RealDraft(DrafterDriver):
         self.n_rows = min(limits.n_batch, limits.n_ubatch)
         super().__init__(
             DraftModel(id, DraftPipeline(limits=limits, restored=restored.tokens, window=window)),
-            FakePipeline(n_stages, limits.n_ctx, limits.n_seq, self.n_rows, self._answer, whole=self._whole),
+            FakePipeline(n_stages, limits, self.n_rows, self._answer, whole=self._whole),
         )
         if restored.tokens is not None:
             self.pipeline.restore(restored.tokens, restored.more)

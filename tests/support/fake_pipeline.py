@@ -17,6 +17,7 @@ from ggpipe.core.dropped_rows import DeadRow, kept
 from ggpipe.core.events import CancelRuns
 from ggpipe.core.messages import LogitsRequest, Restore, Row, RowLogits, Run, RunResult, Save, Span
 from ggpipe.core.overtaking import SharedStates, divided, overtakes
+from ggpipe.core.request import Limits
 from support.fake_cache import FakeCache
 from support.fake_model import Tokens, chance
 
@@ -189,8 +190,7 @@ class FakePipeline:
     def __init__(
         self,
         n_stages: int,
-        n_ctx: int,
-        n_seq: int,
+        limits: Limits,
         n_rows: int,
         answer: Answer,
         hybrid: bool = False,
@@ -198,7 +198,7 @@ class FakePipeline:
         whole: Whole | None = None,
     ) -> None:
         """`drops`: of each stage; those without drop all dead rows. `whole`: without it, no row's past is hidden."""
-        may_hide = whole is not None
+        may_hide, n_ctx, n_seq = whole is not None, limits.n_ctx, limits.n_seq
         self.stages = [FakeStage(FakeCache(n_ctx, n_seq, hybrid, may_hide)) for _ in range(n_stages)]
         for stage, own in zip(self.stages, drops, strict=False):
             stage.drops = own
@@ -215,7 +215,7 @@ class FakePipeline:
         self._n_rows = n_rows
         self._answer = answer
         self._whole = whole or (lambda _, history: history)
-        self._plan = FakeCache(n_ctx, n_seq, hybrid, may_hide)
+        self._plan = FakeCache(n_ctx, n_seq, hybrid, may_hide, limits.most_taken_back)
         """What the cache holds after all runs so far, if none is cancelled."""
 
     def restore(self, tokens: Tokens, more: Tokens) -> None:

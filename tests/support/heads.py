@@ -60,7 +60,7 @@ class Head:
         text_drafters = {draft.id: draft for draft in drafts if isinstance(draft, TextDraft)}
         self.scheduler = Scheduler(limits, restored.tokens, text_drafters)
         n_rows = min(limits.n_batch, limits.n_ubatch)
-        self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, n_rows, self._answer, hybrid, drops)
+        self.pipeline = FakePipeline(n_stages, limits, n_rows, self._answer, hybrid, drops)
         if restored.tokens is not None:
             self.pipeline.restore(restored.tokens, restored.more)
         self.seen: dict[int, Seen] = {}

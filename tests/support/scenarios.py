@@ -330,6 +330,7 @@ def recurrent(draw: st.DrawFn) -> Scenario:
     """Conversations with a model whose states cannot go back, on up to four stages."""
     scenario = draw(conversations() | scenarios())
     limits = replace(scenario.limits, partial_prefixes=False, rolls_back=False, drops_rows=False, n_pauses=draw(PAUSES))
+    limits = replace(limits, most_taken_back=draw(st.sampled_from((None, 1, 2, 4))))
     return replace(
         scenario,
         limits=replace(limits, n_seq=limits.n_requests + limits.n_prefixes + draw(st.integers(0, 6))),
