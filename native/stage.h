@@ -40,7 +40,7 @@ class Wire {
     void put(const char * copy_name, const void * data, size_t size);  // name as the scheduler gives it to a copy
     // false: the run did not bring it. row: in a run of one token, its bytes; 0 where more tokens might not come one after
     // another.
-    bool take(const char * name, void * data, size_t size, size_t row);
+    bool take(const char * tensor, void * data, size_t size, size_t row);
     std::vector<uint8_t> out;           // headroom, then what goes to the next rank
     std::vector<std::string> wanted;    // what UP was asked for, in order: the dry run compares it
     std::vector<size_t> wanted_rows;    // their `row`

@@ -1,6 +1,6 @@
 // What crosses a cut, packed: for each tensor a head of two 8-byte numbers (bytes of its name, bytes of its data), the name,
 // and the data, both padded to 8 bytes. A name can cross more than once in a graph, so the n-th of a name in is
-// matched with the n-th of that name out. Both sides run the same graph: names and order agree.
+// matched with the n-th of that name out. Both sides run the same graph: names and order agree, but not the places of nodes.
 #include <algorithm>
 #include <cstring>
 
@@ -11,6 +11,11 @@ namespace ggpipe {
 namespace {
 struct Head { uint64_t name_size, size; };
 size_t padded(size_t n) { return (n + 7) & ~size_t(7); }
+// ggml names a nameless result by its place in the graph, which has more nodes where a draft head's states are made.
+std::string without_place(std::string name) {
+    constexpr std::string_view kNameless = "node_";
+    return name.compare(0, kNameless.size(), kNameless) ? name : std::string(kNameless);
+}
 }  // namespace
 
 void Wire::begin(const uint8_t * incoming, size_t size, size_t headroom) {
@@ -33,7 +38,7 @@ void Wire::begin(const uint8_t * incoming, size_t size, size_t headroom) {
 void Wire::put(const char * copy_name, const void * data, size_t size) {
     std::string name = copy_name;  // "<backend>#<tensor>#<copy>"
     name = name.substr(name.find('#') + 1);
-    name = name.substr(0, name.rfind('#'));
+    name = without_place(name.substr(0, name.rfind('#')));
     const Head head = {name.size(), size};
     const size_t at = out.size(), data_at = at + sizeof head + padded(name.size());
     out.resize(data_at + padded(size));
@@ -43,10 +48,10 @@ void Wire::put(const char * copy_name, const void * data, size_t size) {
     produced.push_back(std::move(name));
 }
 
-bool Wire::take(const char * name, void * data, size_t size, size_t row) {
-    wanted.emplace_back(name);
+bool Wire::take(const char * tensor, void * data, size_t size, size_t row) {
+    const std::string & name = wanted.emplace_back(without_place(tensor));
     wanted_rows.push_back(row);
-    const auto found = std::find_if(in_.begin(), in_.end(), [name](const Frame & f) { return f.name == name; });
+    const auto found = std::find_if(in_.begin(), in_.end(), [&](const Frame & f) { return f.name == name; });
     if (found == in_.end()) return false;
     const Frame frame = *found;
     in_.erase(found);

@@ -18,12 +18,12 @@ from ggpipe.llama.libllama import lib
 
 ARCHITECTURES = frozenset(
     """
-    bailingmoe3 gemma4 gpt-oss hunyuan-dense hunyuan_vl lfm2 lfm2moe llama mimo2 minimax-m2 muse-glimmer nanbeige
-    nemotron_h nemotron_h_moe qwen3 qwen35 qwen35moe qwen3moe qwen3next
+    bailingmoe3 deepseek4 gemma4 gpt-oss hunyuan-dense hunyuan_vl lfm2 lfm2moe llama mimo2 minimax-m2 muse-glimmer
+    nanbeige nemotron_h nemotron_h_moe qwen3 qwen35 qwen35moe qwen3moe qwen3next
     """.split()  # noqa: SIM905
 )
 """Those for which libllama hands out the inputs of layers, and whose memories can roll back, or be taken back."""
-WITH_OUTPUT = frozenset(["mimo2", "nemotron_h", "nemotron_h_moe"])
+WITH_OUTPUT = frozenset(["deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"])
 """Those of them for which it also hands out the last layer's output, under the number of layers."""
 
 _FLOATS = ctypes.POINTER(ctypes.c_float)

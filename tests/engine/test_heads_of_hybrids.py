@@ -58,7 +58,7 @@ def plain(path: Path, prompt: tuple[int, ...] = PROMPT) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [dflash.DFLASH, dflash.DSPARK, dflash.DFLASH_2])
-@pytest.mark.parametrize("name", ["qwen35", "lfm2", "nemotron_h", "bailingmoe3"])
+@pytest.mark.parametrize("name", ["deepseek4", "qwen35", "lfm2", "nemotron_h", "bailingmoe3"])
 def test_the_text_stays_libllamas(name: str, kind: str, folder: Path) -> None:
     target = target_of(name, folder)
     text = [*PROMPT, *plain(target)]
@@ -79,7 +79,7 @@ def test_the_text_stays_libllamas(name: str, kind: str, folder: Path) -> None:
     assert right > 0.2 * judged, "a random head would hardly ever be right"
 
 
-@pytest.mark.parametrize("name", ["qwen35moe", "qwen3next"])
+@pytest.mark.parametrize("name", ["deepseek4", "qwen35moe", "qwen3next"])
 def test_drafts_are_llama_cpps(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted in turn with the target, along the same text."""
     target = target_of(name, folder)
