@@ -31,18 +31,13 @@ from ggpipe.llama.stage import BoundaryTensors
 
 ARCHITECTURE = "dflash"
 _BLOCK_SIZE = 16  # of files that do not say, as in llama.cpp
-_DEEPSEEK4 = "hyper_connection_count"
-"""Metadata of heads for DeepSeek-V4, which cannot take draft tokens back."""
 
 
 def needs_of(model_file: ModelFile) -> HeadNeeds | None:
-    """What this model reads of a target; None where it is no DFlash head. Raises ModelError for a damaged one, and for
-    its relatives that do not work."""
+    """What this model reads of a target; None where it is no DFlash head. Raises ModelError for a damaged one."""
     if model_file.architecture != ARCHITECTURE:
         return None
     metadata, path = model_file.metadata, model_file.paths[0]
-    if metadata.get(f"{ARCHITECTURE}.{_DEEPSEEK4}"):
-        raise ModelError(f"{path} is a DSpark head for DeepSeek-V4, which ggpipe does not support: leave it out")
     layers, width = metadata.get(f"{ARCHITECTURE}.target_layers"), metadata.get(f"{ARCHITECTURE}.embedding_length")
     if not isinstance(layers, tuple) or not layers or not isinstance(width, int):
         raise ModelError(f"{path} does not say which of its target's states it reads; convert it again")

@@ -122,12 +122,11 @@ def test_what_does_not_fit_is_said_in_one_line(head: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "mask", "message"),
     [
-        ({"hyper_connection_count": 4}, dflash.MASK, "is a DSpark head for DeepSeek-V4"),
         ({}, None, "does not say which token is the mask"),
         ({"block_size": 1}, dflash.MASK, "drafts blocks of 1 tokens"),
         ({"target_layers": 3}, dflash.MASK, "does not say which of its target's states it reads"),
     ],
-    ids=["DeepSeek-V4", "no mask", "block", "no layers"],
+    ids=["no mask", "block", "no layers"],
 )
 def test_files_that_do_not_work(settings: dflash.Settings, mask: int | None, message: str, tmp_path: Path) -> None:
     path = dflash.write(tmp_path / "head.gguf", TARGET, settings=settings, mask=mask)

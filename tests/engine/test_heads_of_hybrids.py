@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support import dflash
+from support import dflash, dspark_of_deepseek4
 from support.architectures import SMALL, write
 from support.draft_heads import all_at_once, chains_sent, modes_of
 from support.pipeline import local_session
@@ -89,6 +89,22 @@ def test_drafts_are_llama_cpps(name: str, folder: Path, monkeypatch: pytest.Monk
         request = asked(PROMPT, GREEDY, N_TOKENS, MODES["speculative"])
         tokens = [token.id for token in session.stream(request) if token.id >= 0]
     sent.pop(0, None)  # before the first token is sampled, llama.cpp drafts nothing
+    expected = dflash.PlainDFlash(target, head, dflash.DSPARK, len(LAYERS)).drafts(PROMPT, tokens, sorted(sent), 3)
+    assert len(sent) >= N_TOKENS / 4
+    assert all(drafted == expected[epoch][: len(drafted)] for epoch, drafted in sent.items())
+
+
+def test_a_dspark_head_of_deepseek4(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers are DeepSeek-V4's own."""
+    target = target_of("deepseek4", folder)
+    head = dspark_of_deepseek4.write(folder / "deepseek4-own.gguf", target, LAYERS)
+    sent = chains_sent(monkeypatch)
+    with local_session(config_of(target, head), 3) as session:
+        for mode in ("async", "speculative"):
+            sent.clear()
+            tokens = [t.id for t in session.stream(asked(PROMPT, GREEDY, N_TOKENS, MODES[mode])) if t.id >= 0]
+            assert tokens == plain(target), mode
+    sent.pop(0, None)
     expected = dflash.PlainDFlash(target, head, dflash.DSPARK, len(LAYERS)).drafts(PROMPT, tokens, sorted(sent), 3)
     assert len(sent) >= N_TOKENS / 4
     assert all(drafted == expected[epoch][: len(drafted)] for epoch, drafted in sent.items())

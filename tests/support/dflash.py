@@ -61,7 +61,7 @@ def write(
     reader = gguf.GGUFReader(target)
     chances = np.random.default_rng(seed)
     weights = _random(dict(_floats(reader)), len(layers), chances)
-    weights |= _MORE[kind](weights, chances)
+    weights |= more_weights(kind, weights, chances)
     if follows:
         _learn(weights, follows)
     if drafts is not None:
@@ -162,6 +162,11 @@ def _with_selector(weights: Weights, chances: np.random.Generator) -> Weights:
         n_projected = 2 * _KERNEL * width // _GROUP
         more[f"blk.{layer}.{part}_conv_proj.weight"] = _matrix(chances, n_projected, width, scale=0.1)
     return more
+
+
+def more_weights(kind: str, weights: Weights, chances: np.random.Generator) -> Weights:
+    """Random ones that a head of this kind has besides its layers."""
+    return _MORE[kind](weights, chances)
 
 
 _MORE = {DFLASH: lambda weights, chances: {}, DSPARK: _with_markov_head, DFLASH_2: _with_selector}
