@@ -139,7 +139,7 @@ class HeadStage(Stage):
     def _dry_run(self) -> BoundaryTensors:
         self._last_states = LastStates(self._context, of_all_rows=True)  # whether or not they give logits
         self._encode(np.zeros((1, self._n_inputs), np.float32))
-        self._compute((Row(token=0, pos=0, seqs=(0,), request=0),), np.zeros((1, self._n_embd), np.float32), 0)
+        self._compute((Row(token=0, pos=0, seqs=(0,), request=0),), self._no_states(1), 0)
         self.forget_all()
         return BoundaryTensors(collections.Counter(), collections.Counter())
 
@@ -172,7 +172,7 @@ class HeadStage(Stage):
 
     def _states_of(self, rows: Sequence[Row]) -> States:
         """(rows, width): the states that rows read, those of the target encoded."""
-        states = np.zeros((len(rows), self._n_embd), np.float32)
+        states = self._no_states(len(rows))
         found: list[States] = []
         at: list[int] = []
         for i, row in enumerate(rows):
@@ -233,4 +233,13 @@ class HeadStage(Stage):
 
     def _computed_states(self, n_rows: int) -> States:
         """The states of the last call's rows: a copy, (n_rows, width)."""
-        return self._last_states.of_run(n_rows, self._n_embd)
+        return self._last_states.of_run(n_rows, self._state_width)
+
+    @property
+    def _state_width(self) -> int:
+        """Numbers of a state that its rows read."""
+        return self._n_embd
+
+    def _no_states(self, n_rows: int) -> States:
+        """Zeros: (n_rows, width)."""
+        return np.zeros((n_rows, self._state_width), np.float32)

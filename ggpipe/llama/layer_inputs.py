@@ -45,13 +45,15 @@ def extension(name: str, result: Any, *arguments: Any) -> Any:
 class LayerInputs:
     """Inputs of some layers, as the contexts of a stage compute them in each run."""
 
-    def __init__(self, contexts: Sequence[Any], layers: Sequence[int], width: int, n_layer: int) -> None:
+    def __init__(
+        self, contexts: Sequence[Any], layers: Sequence[int], width: int, last_width: int, n_layer: int
+    ) -> None:
         """Has the contexts keep them from now on; an architecture that is not in `ARCHITECTURES` ends the process in
         the next run. `layers`: those whose inputs are computed, or come in, on this stage. `width`: of a state, in
-        numbers. `n_layer`: layers of the model, without MTP layers.
+        numbers; `last_width`: of one that MTP layers read. `n_layer`: layers of the model, without MTP layers.
         """
         self.layers = tuple(layers)
-        self._width, self._of_mtp = width, input_of_mtp(n_layer)
+        self._width, self._last_width, self._of_mtp = width, last_width, input_of_mtp(n_layer)
         keep = extension(
             "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
             None,
@@ -73,7 +75,7 @@ class LayerInputs:
     def of_run(self, context: Any, n_rows: int) -> tuple[NDArray[np.float32], ...]:
         """For each layer, the states of the rows of a context's last run, (n_rows, width): copies."""
         return tuple(
-            self._last_states[context].of_run(n_rows, self._width)
+            self._last_states[context].of_run(n_rows, self._last_width)
             if layer == self._of_mtp
             else np.ctypeslib.as_array(self._get(context, layer), (n_rows, self._width)).copy()
             for layer in self.layers

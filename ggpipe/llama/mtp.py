@@ -12,8 +12,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-import numpy as np
-
 from ggpipe.cluster.model_shape import ModelShape, mtp_shape
 from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.drafters.eagle import HORIZON
@@ -28,7 +26,7 @@ from ggpipe.llama.stage import BoundaryTensors
 _WITH_SEVERAL = frozenset(["hy_v3", "step35"])
 ARCHITECTURES = _WITH_SEVERAL | frozenset(
     """
-    bailingmoe3 cohere2moe deepseek2 deepseek32 glm-dsa glm4moe nemotron_h_moe qwen35 qwen35moe qwen3next
+    bailingmoe3 cohere2moe deepseek2 deepseek32 deepseek4 glm-dsa glm4moe nemotron_h_moe qwen35 qwen35moe qwen3next
     """.split()  # noqa: SIM905
 )
 """Those whose MTP layers libllama can draft with. Only some may have several of them: for others it ends the process.
@@ -39,9 +37,15 @@ def needs_of(model_file: ModelFile) -> HeadNeeds:
     """What the MTP layers of this model read of it."""
     return HeadNeeds(
         layers=(input_of_mtp(model_file.n_layer),),
-        width=ModelHeader(model_file).width,
+        width=ModelHeader(model_file).width * _n_states(model_file),
         horizon=HORIZON,
     )
+
+
+def _n_states(model_file: ModelFile) -> int:
+    """Hidden states of a token, as DeepSeek-V4 has several."""
+    n = model_file.metadata.get(f"{model_file.architecture}.hyper_connection.count")
+    return n if isinstance(n, int) else 1
 
 
 def check(model_file: ModelFile) -> None:
@@ -96,9 +100,13 @@ class MtpStage(HeadStage):
         """As `Stage.rolls_back`: MTP layers have attention only."""
         return True
 
+    @property
+    def _state_width(self) -> int:
+        return self._width
+
     def _dry_run(self) -> BoundaryTensors:
         self._last_states = LastStates(self._context, of_all_rows=False)  # some graphs have no others
-        self._compute((Row(token=0, pos=0, seqs=(0,), request=0, logits_request=0),), self._zeros(1), 0)
+        self._compute((Row(token=0, pos=0, seqs=(0,), request=0, logits_request=0),), self._no_states(1), 0)
         self.forget_all()
         return BoundaryTensors(collections.Counter(), collections.Counter())
 
@@ -110,7 +118,4 @@ class MtpStage(HeadStage):
         return super()._compute(rows, states, run_id)
 
     def _computed_states(self, n_rows: int) -> States:
-        return super()._computed_states(n_rows) if self._has_states else self._zeros(0)
-
-    def _zeros(self, n_rows: int) -> States:
-        return np.zeros((n_rows, self._n_embd), np.float32)
+        return super()._computed_states(n_rows) if self._has_states else self._no_states(0)

@@ -124,9 +124,11 @@ class CompressedMemory(SequenceMemory):
             super()._copy(seq, dst, p0, p1)
 
 
-def memory_of(native_stage: native.Stage, context: Any, architecture: str, pins: int) -> SequenceMemory:
-    """The memory of a context."""
-    if architecture in COMPRESSED and CompressedMemory.is_known():
+def memory_of(
+    native_stage: native.Stage, context: Any, architecture: str, pins: int, is_compressed: bool
+) -> SequenceMemory:
+    """The memory of a context. `is_compressed`: its sequences have cells of their own; see `COMPRESSED`."""
+    if is_compressed and CompressedMemory.is_known():
         return CompressedMemory(native_stage, context, architecture)
     return SequenceMemory(context, architecture, pins)
 

@@ -141,7 +141,8 @@ class Stage:
                     self.pauses = open_pauses(self._native, *first, threads, self._batch)
             own = own_layers(wanted_inputs, layers, model_file.n_layer)
             contexts = [self._context, self.pauses.context] if self.pauses else [self._context]
-            self._layer_inputs = LayerInputs(contexts, own, self._n_embd, model_file.n_layer) if own else None
+            widths = self._n_embd, self._width
+            self._layer_inputs = LayerInputs(contexts, own, *widths, model_file.n_layer) if own else None
             self.cut = self._dry_run()
             if self.pauses is not None and not self._native.pause_places:
                 self.pauses.close()
@@ -170,7 +171,7 @@ class Stage:
             config,
             n_asked,
             n_prefixes,
-            slides=n_swa > 0 and self._file.architecture not in COMPRESSED,
+            slides=n_swa > 0 and not self._is_compressed,
             rolls_back=self.rolls_back,
             saves_states=saves_states,
         )
@@ -186,7 +187,7 @@ class Stage:
             raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {last_error()}")
         self._loras = Loras(self._model, model)
         self._loras.apply(self._context)
-        self._memory = memory_of(self._native, self._context, self._file.architecture, ids.pins)
+        self._memory = memory_of(self._native, self._context, self._file.architecture, ids.pins, self._is_compressed)
         spare = ids.spare if self.partial_prefixes else None
         self.states = SequenceStates(self._context, n_swa, spare, self._memory.ids)
         self._width = int(lib.llama_model_n_embd_out(self._model))
@@ -339,6 +340,10 @@ class Stage:
     def rolls_back(self) -> bool:
         """Whether the model's memory can remove the end of a sequence, unlike that of recurrent and hybrid models."""
         return not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
+
+    @property
+    def _is_compressed(self) -> bool:
+        return self._file.architecture in COMPRESSED and self._context_type == 0
 
     @property
     def most_taken_back(self) -> int | None:

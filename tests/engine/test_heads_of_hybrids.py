@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support import dflash, dspark_of_deepseek4
+from support import deepseek4, dflash
 from support.architectures import SMALL, write
 from support.draft_heads import all_at_once, chains_sent, modes_of
 from support.pipeline import local_session
@@ -97,7 +97,7 @@ def test_drafts_are_llama_cpps(name: str, folder: Path, monkeypatch: pytest.Monk
 def test_a_dspark_head_of_deepseek4(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers are DeepSeek-V4's own."""
     target = target_of("deepseek4", folder)
-    head = dspark_of_deepseek4.write(folder / "deepseek4-own.gguf", target, LAYERS)
+    head = deepseek4.write_head(folder / "deepseek4-own.gguf", target, LAYERS)
     sent = chains_sent(monkeypatch)
     with local_session(config_of(target, head), 3) as session:
         for mode in ("async", "speculative"):

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support import deepseek4
 from support.architectures import SMALL, write
 from support.draft_heads import all_at_once, chains_sent, modes_of
 from support.mtp import PlainMtp, agreeing
@@ -139,17 +140,24 @@ def test_several_requests_at_a_time(model: Path) -> None:
     assert stats.counters.drafted_tokens > 0
 
 
-def test_drafts_are_llama_cpps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["glm4moe", "deepseek4"])
+def test_drafts_are_llama_cpps(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Drafted in turn with the target, along the same text."""
     sent = chains_sent(monkeypatch)
-    path = write("glm4moe", folder / "random.gguf", n_mtp=1, sizes=SMALL)
+    path = folder / f"{name}-random.gguf"
+    if name == "deepseek4":
+        deepseek4.write_with_mtp(path, write(name, folder / "without.gguf", sizes=SMALL))
+    else:
+        write(name, path, n_mtp=1, sizes=SMALL)
     with local_session(config_of(path, 0.5, 0.5), 3) as session:
         tokens, _ = generate(session, GREEDY, MODES["speculative"])
-    sent.pop(0, None)  # before the first token is sampled, llama.cpp drafts nothing
-    expected = PlainMtp(path, exact=True).drafts(PROMPT, tokens, sorted(sent), 3)
-    same = sum(drafted == expected[epoch][: len(drafted)] for epoch, drafted in sent.items())
-    assert len(sent) >= N_TOKENS / 2
-    assert same >= 0.95 * len(sent), "a near-tie may be decided differently"
+        in_turn = dict(sent)
+        assert generate(session, GREEDY, MODES["async"])[0] == tokens == plain(path, GREEDY)
+    in_turn.pop(0, None)  # before the first token is sampled, llama.cpp drafts nothing
+    expected = PlainMtp(path, exact=True).drafts(PROMPT, tokens, sorted(in_turn), 3)
+    same = sum(drafted == expected[epoch][: len(drafted)] for epoch, drafted in in_turn.items())
+    assert len(in_turn) >= N_TOKENS / 2
+    assert same >= 0.95 * len(in_turn), "a near-tie may be decided differently"
 
 
 def test_next_to_a_draft_model(model: Path, folder: Path) -> None:

@@ -39,6 +39,7 @@ class Whole:
         self.context: Any = lib.llama_init_from_model(self.model, params)
         self.memory = lib.llama_get_memory(self.context)
         self.n_embd = int(lib.llama_model_n_embd(self.model))
+        self.n_embd_out = int(lib.llama_model_n_embd_out(self.model))
         self.n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model)))
 
     def compute(self, function: Any, tokens: Sequence[int], pos: int, states: States | None, outputs: bool) -> None:
@@ -70,7 +71,7 @@ def inputs_of(target: Whole, head: Whole, n: int) -> LayerInputs:
     """The inputs of the target's layers, `n` of them, that a head reads."""
     layers = extension("_Z28llama_model_target_layer_idsPK11llama_model", _INTS, ctypes.c_void_p)(head.model)
     n_layer = int(lib.llama_model_n_layer(target.model))
-    return LayerInputs([target.context], [int(layers[i]) for i in range(n)], target.n_embd, n_layer)
+    return LayerInputs([target.context], [int(layers[i]) for i in range(n)], target.n_embd, target.n_embd_out, n_layer)
 
 
 class PlainPair:

@@ -58,14 +58,14 @@ class PlainMtp:
         """The target's states of a text: (tokens, width). It forgets the one before."""
         lib.llama_memory_clear(self._target.memory, True)
         self._target.compute(lib.llama_decode, tokens, 0, None, outputs=False)
-        return self._target_states.of_run(len(tokens), self._mtp.n_embd)
+        return self._target_states.of_run(len(tokens), self._mtp.n_embd_out)
 
     def drafts(
         self, prompt: Sequence[int], output: Sequence[int], epochs: Sequence[int], n_draft: int
     ) -> dict[int, list[int]]:
         """For each number of accepted tokens, the `n_draft` tokens that are drafted after them. `output`: accepted
         tokens. What is drafted is forgotten."""
-        text, mtp, width = [*prompt, *output], self._mtp, self._mtp.n_embd
+        text, mtp, width = [*prompt, *output], self._mtp, self._mtp.n_embd_out
         states = self.target_states(text)
         read = np.vstack([np.zeros((1, width), np.float32), states[:-1]])
         drafted, n = dict[int, list[int]](), 0

@@ -20,6 +20,7 @@ from ggpipe.llama import mtp
 from ggpipe.llama.eagle3 import States, TargetStates
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
+from support import deepseek4
 from support.architectures import SMALL, write
 from support.mtp import PlainMtp
 from support.reference import Logits
@@ -72,6 +73,8 @@ def _drafts(stage: mtp.MtpStage, last: int) -> list[int]:
 
 def check(name: str, path: Path, n_mtp: int) -> None:
     """Raises AssertionError."""
+    if name == "deepseek4":
+        deepseek4.write_with_mtp(path, write(name, path.with_suffix(".plain"), sizes=SMALL))
     file = ModelFile.open(write(name, path, n_mtp=n_mtp, sizes=SMALL))
     mtp.check(file)
     wanted = mtp.needs_of(file).layers
