@@ -74,6 +74,7 @@ ggml_status init_part(ggml_backend_buffer_t b, ggml_tensor * t) {
     if (t->view_src || b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE) return GGML_STATUS_SUCCESS;
     if (!g.stage.loading) {
         if (!g.is_paused()) g.own_cells[t->name] = t;  // the second context has the first one's
+        g.stage.states.add(t);
         return GGML_STATUS_SUCCESS;
     }
     g.stage.weights.push_back(t->name);

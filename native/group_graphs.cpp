@@ -170,8 +170,20 @@ void GroupGraphs::read(ggml_backend_buffer_t b, const ggml_tensor * whole, void 
     }
 }
 
-ggml_status GroupGraphs::compute(ggml_backend_t meta, ggml_cgraph * graph) {
+ggml_status GroupGraphs::compute(ggml_backend_t meta, ggml_cgraph * whole) {
     GroupGraphs & g = graphs_of(meta->device);
+    // Views of other ranks' memory, which are nothing to compute. The meta device knows its own buffers only.
+    const auto is_theirs = [&](const ggml_tensor * node) {
+        return node->view_src && node->buffer && (node->buffer->buft == &g.group_.stage.up.buft || node->buffer->buft == &g.group_.stage.down.buft);
+    };
+    std::vector<ggml_tensor *> nodes;
+    ggml_cgraph without = *whole, * graph = whole;
+    if (std::any_of(whole->nodes, whole->nodes + whole->n_nodes, is_theirs)) {
+        std::remove_copy_if(whole->nodes, whole->nodes + whole->n_nodes, std::back_inserter(nodes), is_theirs);
+        without.nodes = nodes.data();
+        without.n_nodes = nodes.size();
+        graph = &without;
+    }
     Graph * current = g.current();
     const int n_nodes = ggml_graph_n_nodes(graph);
     if (!current || n_nodes == 0) return meta_compute(meta, graph);
