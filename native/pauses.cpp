@@ -17,7 +17,7 @@ namespace ggpipe {
 namespace {
 // libllama's names of the hidden state after a layer's attention or recurrent part, and after the whole layer.
 bool ends_part(const ggml_tensor * node) {
-    constexpr const char * names[] = {"l_out-", "ffn_inp-", "attn_residual-", "ffn_residual-", "nemotron_h_block_out-"};
+    constexpr const char * names[] = {"l_out-", "ffn_inp-", "attn_residual-", "ffn_residual-", "nemotron_h_block_out-", "hc_attn_post-", "hc_ffn_post-"};
     return std::any_of(std::begin(names), std::end(names), [node](const char * name) { return !strncmp(node->name, name, strlen(name)); });
 }
 }  // namespace

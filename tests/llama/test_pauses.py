@@ -162,6 +162,12 @@ def test_pauses_change_no_bit(name: str, exact: bool, folder: Path) -> None:
     check(path, ContextConfig(n_ctx=256, n_seq=3, exact=exact))
 
 
+def test_deepseek4(folder: Path) -> None:
+    """With `exact`, it serves one request at a time."""
+    path = write("deepseek4", folder / "deepseek4.gguf", n_layer=4)
+    check(path, ContextConfig(n_ctx=256, n_seq=3))
+
+
 def test_graphs_that_name_no_place_do_not_pause(folder: Path) -> None:
     with two_stages(
         write("qwen4exp", folder / "qwen4exp.gguf", n_layer=4), ContextConfig(n_ctx=256, n_seq=3)
