@@ -45,7 +45,6 @@ _SLIDING_PERIODS = {
 """One of this many layers has no sliding window: the last, or the first if the number is negative (libllama's
 load_swa_pattern). Files may have a number of their own, or a value for each layer."""
 _MASK_BYTES = 2
-_CELL_BYTES = 2  # of a number
 _POOLINGS = ("none", "mean", "cls", "last", "rank")  # by libllama's numbers
 _NOT_CAUSAL = ("gemma-embedding",)
 _MOST_NUMBERS = 12 << 20  # of the vectors of a text's tokens, 4 bytes each
@@ -90,8 +89,8 @@ class ModelHeader:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some layers keep a recurrent state."""
-        return any(map(self._has_state, range(self.n_layer)))
+        """Whether some layers keep a state that cannot be rolled back."""
+        return any(map(self.state_bytes, range(self.n_layer)))
 
     @property
     def pooling(self) -> str:
@@ -118,6 +117,9 @@ class ModelHeader:
         """KV cache of a token in a layer (libllama's llama_kv_cache)."""
         if layer >= self.n_layer - self.number("attention.shared_kv_layers") or self._is_recurrent(layer):
             return 0.0
+        if self._collects:
+            ratio, widths = self._ratio(layer), self._widths(layer)
+            return sum(widths) / ratio * number_bytes(cache_type_k) if ratio else 0.0  # else only those of a window
         k, v = self._kv_width(layer)
         return k * number_bytes(cache_type_k) + (0 if self._is_latent else v * number_bytes(cache_type_v))
 
@@ -165,8 +167,27 @@ class ModelHeader:
         return sum(tensor.size for name, tensor in self.layers[layer].items() if "_exps." in name)
 
     def state_bytes(self, layer: int) -> int:
-        """A sequence's recurrent state in a layer (libllama's n_embd_s and n_embd_r)."""
+        """A sequence's recurrent state in a layer (libllama's n_embd_s and n_embd_r), or where tokens are collected
+        (llama_dsv4_comp_state)."""
+        if self._collects:
+            ratio = self._ratio(layer)
+            overlap = 2 if ratio == _WITH_INDEXER else 1  # cells overlap
+            return FLOAT_BYTES * 2 * overlap**2 * ratio * sum(self._widths(layer))
         return FLOAT_BYTES * self._state_width * self._has_state(layer)
+
+    @property
+    def _collects(self) -> bool:
+        """Whether KV cells hold several tokens each, of DeepSeek-V4."""
+        return self._prefix == "deepseek4"
+
+    def _ratio(self, layer: int) -> int:
+        """Tokens of a cell; 0: a layer sees a window only."""
+        return self.per_layer("attention.compress_ratios", 0)[layer]
+
+    def _widths(self, layer: int) -> tuple[int, ...]:
+        """Numbers of a cell that holds several tokens, and of its key for the indexer."""
+        key, index = self.number("attention.key_length"), self.number("attention.indexer.key_length")
+        return (key, index) if self._ratio(layer) == _WITH_INDEXER else (key,)
 
     @property
     def most_states(self) -> int:
@@ -176,12 +197,8 @@ class ModelHeader:
 
     def most_sequences(self, n_ctx: int) -> int:
         """The same where each has cells of its own that hold several tokens."""
-        widths = self.number("attention.key_length"), self.number("attention.indexer.key_length")
-        n_cells = 0
-        for layer in range(self.n_layer):
-            if ratio := self.per_layer("attention.compress_ratios", 0)[layer]:
-                n_cells += n_ctx // ratio * (widths[0] + widths[1] * (ratio == _WITH_INDEXER))
-        return min(self._n_bytes // (_STATES_SHARE * max(_CELL_BYTES * n_cells, 1)), _MAX_STATES)
+        bytes_each = n_ctx * sum(self.cell_bytes(layer, "f16", "f16") for layer in range(self.n_layer))
+        return min(int(self._n_bytes / (_STATES_SHARE * max(bytes_each, 1.0))), _MAX_STATES)
 
     @property
     def _state_width(self) -> int:
