@@ -71,6 +71,7 @@ double ns_of(const ggml_tensor * node) {
         case GGML_OP_SQRT:
         case GGML_OP_REPEAT:
         case GGML_OP_CONCAT:
+        case GGML_OP_FILL:
         case GGML_OP_SUM_ROWS:
         case GGML_OP_NORM:
         case GGML_OP_RMS_NORM:
@@ -83,7 +84,9 @@ double ns_of(const ggml_tensor * node) {
         case GGML_OP_UNARY:
         case GGML_OP_GLU:
         case GGML_OP_SOFT_MAX:
-        case GGML_OP_ROPE: return 2;
+        case GGML_OP_ROPE:
+        case GGML_OP_ROPE_BACK: return 2;
+        case GGML_OP_DSV4_HC_COMB: return 40;  // mostly exponentials and divisions
         case GGML_OP_ARGSORT:
         case GGML_OP_TOP_K: return 20;
         default: return 0;
