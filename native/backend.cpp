@@ -55,7 +55,6 @@ ggml_status init_weight(ggml_backend_buffer_t b, ggml_tensor * t) {
     Device & d = device_of(b->buft);
     return d.stage->place_weight(t, d.role, is_host_type(b->buft));
 }
-void fill(ggml_backend_buffer_t, ggml_tensor * t, uint8_t v, size_t at, size_t n) { memset((char *) t->data + at, v, n); }
 void write(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_t at, size_t n) {
     memcpy((char *) t->data + at, p, n);
     device_of(b->buft).stage->cell_order.restored(t, at, n);
@@ -66,6 +65,14 @@ void read(ggml_backend_buffer_t, const ggml_tensor * t, void * p, size_t at, siz
 bool give_back(void * p, size_t size) {
     constexpr int kDontNeedLocked = 24;
     return madvise(p, size, MADV_DONTNEED) == 0 || madvise(p, size, kDontNeedLocked) == 0;
+}
+// The cells of an ended sequence, where each has its own.
+void fill(ggml_backend_buffer_t b, ggml_tensor * t, uint8_t v, size_t at, size_t n) {
+    char * begin = (char *) t->data + at, * end = begin + n;
+    char * first = (char *) page_up(size_t(begin)), * last = (char *) (size_t(end) & ~size_t(4095));  // whole pages between them
+    if (v || device_of(b->buft).stage->touch_cells || first >= last || !give_back(first, last - first)) first = last = end;
+    memset(begin, v, first - begin);
+    memset(last, v, end - last);
 }
 void clear(ggml_backend_buffer_t b, uint8_t v) {
     const bool touches = v || device_of(b->buft).stage->touch_cells;

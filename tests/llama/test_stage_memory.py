@@ -11,11 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.architectures import SMALL, write
 from support.commands import HANG_S, TARGET
+from support.reference import run_of
 from support.zoo import _copy, pair_script
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import LoadMode, ModelConfig
+from ggpipe.core.messages import KvKind, KvOp, Run
 from ggpipe.errors import RunError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
@@ -132,6 +135,20 @@ def test_cells_have_memory_from_the_start_or_when_they_are_used(warmup: bool) ->
     stage.close()
     assert cells > 100 * MB
     assert (taken > 0.9 * cells) if warmup else (taken < 0.5 * cells)
+
+
+def test_ended_sequences_of_deepseek4_take_no_memory(tmp_path: Path) -> None:
+    """libllama fills all cells of such a sequence with zeros."""
+    path = write("deepseek4", tmp_path / "model.gguf", sizes=SMALL)
+    file, context = ModelFile.open(path), ContextConfig(n_ctx=400_000, n_ubatch=512, n_seq=4)
+    cells = shape_of(file).cell_bytes((0, file.n_layer)) * context.n_ctx
+    assert cells > 30 * MB
+    stage = Stage(file, (0, file.n_layer), ModelConfig(path=path), context, (1, 1), warmup=True)
+    stage.decode(run_of(1, range(5, 100), 0), None)
+    before = resident_bytes()
+    stage.decode(Run(id=2, rows=(), ops=(KvOp(KvKind.RM, 0),), logits_requests=()), None)
+    assert resident_bytes() - before < 0.3 * cells
+    stage.close()
 
 
 def resident_bytes() -> int:
