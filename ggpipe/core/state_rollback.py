@@ -10,6 +10,9 @@ the copy is restored when one of them is rejected:
 A CP without positions copies only the state, and costs nothing until one of the two ids continues. Tokens of the run
 that were accepted are decoded again before the next root, in the root's run. Each run in flight has its own copy, so
 the number of spare ids bounds the runs in flight.
+
+DeepSeek-V4 has such a state as well, in which it collects tokens until they become one KV cell. There, a copy is made
+at once.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         ranks[HEAD].resident_bytes = machine.resident_bytes()
         n_requests, context = config.n_requests, progress.context_of(layout)
         is_alone = config.context.exact and not context.exact_in_company
-        has_own_cells = agreed.model_file.architecture in COMPRESSED  # not changed by copies of states
+        has_own_cells = agreed.model_file.architecture in COMPRESSED  # so copies of states change no bit
         if is_alone:
             if n_requests > 1:
                 agreed.warnings.append(_in_turn(config.context))

@@ -124,7 +124,8 @@ class Stage:
         """Other sequences whose recurrent states the last run reads; None: the model has none."""
         self._numbers: Sequence[int] = ()
         """Numbers of the rows of the last run that were computed."""
-        touches = warmup and model.numa is None and model_file.architecture not in COMPRESSED  # else of all sequences
+        # Where sequences have cells of their own, each has as many as all of them need together.
+        touches = warmup and model.numa is None and model_file.architecture not in COMPRESSED
         self._native = native.Stage(
             first=self.is_first, repack=model.repacks, exact=context.exact,
             fast_kernels=context.uses_fast_kernels, touch_cells=touches,
