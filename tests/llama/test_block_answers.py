@@ -22,7 +22,6 @@ from ggpipe.llama.block_answers import Floats, answers_of
 from ggpipe.llama.dflash import BlockStage
 from ggpipe.llama.eagle3 import TargetStates
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.libllama import lib
 
 N_TEXT, N, CONSIDERED = 5, 4, 256
 MARKOV = "markov_w1.weight"
@@ -44,7 +43,7 @@ def block_of(path: Path, request: LogitsRequest) -> tuple[list[RowLogits], list[
     (answer,) = outcome.rows
     n_rows = (1 - stage._answers.from_anchor + request.n_positions) * stage._answers.outputs
     logits = [stage._logits(i).copy() for i in range(n_rows)]
-    n_cells = int(lib.llama_memory_seq_pos_max(stage._memory, 0)) + 1
+    n_cells = stage._memory.end_of(0) + 1
     assert n_cells == N_TEXT, "the block is forgotten"
     stage.close()
     return [answer, *answer.later], logits
