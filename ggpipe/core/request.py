@@ -100,7 +100,7 @@ class Limits:
     rolls_back: bool = True
     """The end of a sequence can be removed; else draft tokens are taken back by copies of the state."""
     most_taken_back: int | None = None
-    """Tokens whose cells are there to be computed again after copies of the state; None: all."""
+    """Tokens in flight after the oldest copy of a state, at most; None: any number. Earlier cells may be lost otherwise."""
     drops_rows: bool = True
     """Stages drop dead rows of runs; see `dropped_rows`."""
     n_pauses: int = 0
