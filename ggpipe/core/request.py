@@ -100,7 +100,7 @@ class Limits:
     rolls_back: bool = True
     """The end of a sequence can be removed; else draft tokens are taken back by copies of the state."""
     most_taken_back: int | None = None
-    """Tokens in flight after the oldest copy of a state, at most: else cells before it may be lost. None: any number."""
+    """Tokens in flight after the oldest copy of a state, at most; else cells before it may be lost. None: any."""
     drops_rows: bool = True
     """Stages drop dead rows of runs; see `dropped_rows`."""
     n_pauses: int = 0
