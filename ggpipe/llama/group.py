@@ -50,7 +50,7 @@ SPLIT_ATTENTION = frozenset(
 
 SPLIT_LATENT = frozenset(
     """
-    bailingmoe3 deepseek2 deepseek32 dots3note glm-dsa hy_v4 kimi-linear mistral4
+    bailingmoe3 deepseek2 deepseek32 deepseek4 dots3note glm-dsa hy_v4 kimi-linear mistral4
     """.split()  # noqa: SIM905
 )
 """Those whose attention is latent: its heads are split, by our own rule, and its KV cells are not."""
@@ -60,7 +60,7 @@ SPLIT_HYBRID = frozenset(["falcon-h1", "granitehybrid", "jamba", "nemotron_h", "
 
 SPLIT_FFN = frozenset(
     """
-    baichuan bloom deepseek4 grok jais mamba mamba2 minimax-01 minimax-m2 minimax-m3 olmo2 olmoe plamo2 qwen3tts refact
+    baichuan bloom grok jais mamba mamba2 minimax-01 minimax-m2 minimax-m3 olmo2 olmoe plamo2 qwen3tts refact
     stablelm talkie
     """.split()  # noqa: SIM905
 )

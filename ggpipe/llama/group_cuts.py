@@ -4,7 +4,7 @@
 
 Latent attention (MLA) is divided by query heads: each part has its heads' rows of the query projection, their matrices
 between the latent space and the heads, and their columns of the output projection. The latent KV cache has no heads, so
-each part holds all of it. In hybrid models, attention is divided by KV heads, and gated delta nets by key heads:
+each part holds all of it. DeepSeek-V4 projects the results of several heads together, so there these are not separated. In hybrid models, attention is divided by KV heads, and gated delta nets by key heads:
 libllama would divide their other recurrent layers too, or do so in proportions that do not match. Experts that all
 tokens use are divided as routed ones are, by columns; and small routed ones more evenly than libllama does.
 """
@@ -77,6 +77,9 @@ def _heads(header: ModelHeader, layer: int) -> _Heads | None:
             return None
         n_heads = header.per_layer("attention.head_count", 1)[layer]
         return _Heads(n_heads, _step(header, tensors["attn_output.weight"], n_heads), _of_latent)
+    if "attn_output_a.weight" in tensors:
+        n_groups = header.number("attention.output_group_count")
+        return _Heads(n_groups, _step(header, tensors["attn_output_b.weight"], n_groups), _of_output_groups)
     if "ssm_ba.weight" in tensors and "attn_qkv.weight" in tensors:
         n_heads = header.number("ssm.group_count")
         ratio = header.number("ssm.time_step_rank") // n_heads
@@ -95,6 +98,12 @@ def _step(header: ModelHeader, output: TensorInfo, n_heads: int) -> int:
 
 def _of_latent(pieces: tuple[int, ...]) -> dict[str, Cut]:
     axes = {"q": 1, "q_b": 1, "k_b": 2, "v_b": 2, "gate": 1, "sinks": 0, "output": 0}
+    return {f"attn_{name}.weight": Cut(axis, pieces) for name, axis in axes.items()}
+
+
+def _of_output_groups(pieces: tuple[int, ...]) -> dict[str, Cut]:
+    """By groups of heads, each with its own projection of what they give."""
+    axes = {"q_b": 1, "sinks": 0, "output_a": 2, "output_b": 0}
     return {f"attn_{name}.weight": Cut(axis, pieces) for name, axis in axes.items()}
 
 

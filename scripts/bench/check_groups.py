@@ -113,7 +113,9 @@ def check(name: str, folder: Path, types: Sequence[str]) -> list[Try]:
     with listed(KINDS[0], architecture):
         has_heads = group.splits_attention(file) and divides(source) and name not in _ALIBI_ELSEWHERE
     with listed(KINDS[1], architecture):
-        has_latent = group.splits_latent(file) and any("attn_k_b" in tensor for tensor in file.tensors)
+        has_latent = group.splits_latent(file) and any(
+            "attn_k_b" in tensor or "attn_output_a" in tensor for tensor in file.tensors
+        )
     own = KINDS[2] if architecture in _HYBRID else KINDS[1] if has_latent else KINDS[0] if has_heads else None
     for kind in (own, KINDS[3]) if own else KINDS[3:]:
         tries.append(try_kind(kind, architecture, models))

@@ -36,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_of(name: str, folder: Path) -> Path:
-    return write(name, folder / f"{name}.gguf", sizes=SMALL)
+    # With seed 1, one of DeepSeek-V4's tokens takes other experts where numbers are rounded otherwise, also on one rank.
+    return write(name, folder / f"{name}.gguf", 2 if name == "deepseek4" else 1, sizes=SMALL)
 
 
 def config_of(path: Path) -> EngineConfig:

@@ -28,7 +28,8 @@ PAGE = ROOT / "docs" / "groups.md"
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek2", "glm-dsa", "kimi-linear", "hy_v4", "qwen3next", "falcon-h1", "jamba", *CONVENTIONAL]
+    "name",
+    ["deepseek2", "deepseek4", "glm-dsa", "kimi-linear", "hy_v4", "qwen3next", "falcon-h1", "jamba", *CONVENTIONAL],
 )
 def test_a_group_of_three(name: str, tmp_path: Path, full: bool) -> None:
     """Of K-quants, whose blocks are the longest: the whole model's logits. Without `full`, of the one that is
@@ -44,7 +45,7 @@ def test_a_group_of_three(name: str, tmp_path: Path, full: bool) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("weight_type", ["f32", "q4_0", "q4_k_m"])
 @pytest.mark.parametrize(
-    "name", ["deepseek2", "deepseek32", "hy_v4", "qwen2moe", "qwen3next", "granitehybrid", "nemotron_h"]
+    "name", ["deepseek2", "deepseek32", "deepseek4", "hy_v4", "qwen2moe", "qwen3next", "granitehybrid", "nemotron_h"]
 )
 def test_a_group_of_four(name: str, weight_type: str, tmp_path: Path) -> None:
     """Some parts have a single head, or no columns of some experts while others have none of others."""

@@ -65,6 +65,18 @@ def test_small_experts(columns: int, pieces: tuple[int, ...], latent: Path) -> N
     assert [found[name] for name in names] == [Cut(0, pieces), Cut(1, pieces, ((1, 2),))]
 
 
+def test_heads_with_one_output_projection_stay_together(tmp_path: Path) -> None:
+    """Those of DeepSeek-V4, here four times two."""
+    more = {"attention.output_group_count": 4}
+    path = write("deepseek4", tmp_path / "deepseek4.gguf", more=more)
+    file = ModelFile.open(path)
+    found = cuts(file, (1, 3), True)
+    axes = {"attn_q_b": 1, "attn_sinks": 0, "attn_output_a": 2, "attn_output_b": 0}
+    assert {name: found[f"blk.0.{name}.weight"] for name in axes} == {name: Cut(i, (1, 3)) for name, i in axes.items()}
+    assert divided_weights(file).isdisjoint({"blk.2.attn_kv.weight", "blk.2.attn_compressor_kv.weight"})
+    assert most_parts(file) == 4
+
+
 def test_what_is_divided(latent: Path) -> None:
     divided = divided_weights(ModelFile.open(latent))
     assert {"blk.0.attn_q_b.weight", "blk.1.ffn_up_shexp.weight", "output.weight"} <= divided
