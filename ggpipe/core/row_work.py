@@ -20,6 +20,11 @@ class Attention:
     """Number of cells that a row sees: a sliding window, or those that the model selects. 0: all of its sequence."""
     index: float = 0.0
     """To select them: for a row and a cell of its sequence."""
+    near_cell: float = 0.0
+    """For a row and a cell of the window that it sees besides. The others hold several tokens each, and count in parts
+    of a token."""
+    n_near: int = 0
+    """Number of cells of this window."""
     long_cell: float = 0.0
     """Of latent attention in long runs: for a row and a cell that it sees. 0: the same as in short runs."""
     expansion: float = 0.0
@@ -31,12 +36,13 @@ class Attention:
         n_cells = n_past + n_rows
         if not self.long_cell or n_rows < LONG_ROWS or n_cells < LONG_CELLS:
             return short
-        pairs = self._seen(n_rows, n_past)
+        pairs = _seen(n_rows, n_past, self.most_cells)
         return min(short, short + pairs * (self.long_cell - self.cell) + n_cells * self.expansion)
 
     def in_short_runs(self, n_tokens: int, n_past: float) -> float:
         """Work for these tokens in any number of runs that are not long."""
-        return self.cell * self._seen(n_tokens, n_past) + self.index * _pairs(n_tokens, n_past)
+        work = self.cell * _seen(n_tokens, n_past, self.most_cells) + self.index * _pairs(n_tokens, n_past)
+        return work + self.near_cell * _seen(n_tokens, n_past, self.n_near) if self.n_near else work
 
     def never_long(self) -> Attention:
         """The same where long runs are computed as short ones."""
@@ -48,16 +54,10 @@ class Attention:
             self,
             cell=self.cell * factor,
             index=self.index * factor,
+            near_cell=self.near_cell * factor,
             long_cell=self.long_cell * factor,
             expansion=self.expansion * factor,
         )
-
-    def _seen(self, n_rows: int, n_past: float) -> float:
-        """Pairs of a row and a cell that it sees."""
-        if not self.most_cells:
-            return _pairs(n_rows, n_past)
-        n_growing = int(min(max(self.most_cells - n_past, 0), n_rows))
-        return _pairs(n_growing, n_past) + (n_rows - n_growing) * self.most_cells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,3 +90,11 @@ def together(layers: Iterable[Attention]) -> tuple[Attention, ...]:
 def _pairs(n_rows: int, n_past: float) -> float:
     """Pairs of a row and a cell of its sequence, its own included."""
     return n_rows * (n_past + (n_rows + 1) / 2)
+
+
+def _seen(n_rows: int, n_past: float, most_cells: int) -> float:
+    """Pairs of a row and a cell that it sees; `most_cells`: see `Attention`."""
+    if not most_cells:
+        return _pairs(n_rows, n_past)
+    n_growing = int(min(max(most_cells - n_past, 0), n_rows))
+    return _pairs(n_growing, n_past) + (n_rows - n_growing) * most_cells

@@ -2,11 +2,12 @@
 
     cuts(file, (1.0, 1.0))["blk.3.attn_q_b.weight"]  # Cut(axis=1, pieces=(64, 64))
 
-Latent attention (MLA) is divided by query heads: each part has its heads' rows of the query projection, their matrices
-between the latent space and the heads, and their columns of the output projection. The latent KV cache has no heads, so
-each part holds all of it. DeepSeek-V4 projects the results of several heads together, so there these are not separated. In hybrid models, attention is divided by KV heads, and gated delta nets by key heads:
-libllama would divide their other recurrent layers too, or do so in proportions that do not match. Experts that all
-tokens use are divided as routed ones are, by columns; and small routed ones more evenly than libllama does.
+Latent attention (MLA) is divided by query heads: each part has its heads' rows of the query projection, their
+matrices between the latent space and the heads, and their columns of the output projection. The latent KV cache has
+no heads, so each part holds all of it. DeepSeek-V4 projects the results of several heads together, so there these are
+not separated. In hybrid models, attention is divided by KV heads, and gated delta nets by key heads: libllama would
+divide their other recurrent layers too, or do so in proportions that do not match. Experts that all tokens use are
+divided as routed ones are, by columns; and small routed ones more evenly than libllama does.
 """
 
 from __future__ import annotations

@@ -130,12 +130,28 @@ class ModelHeader:
             return Attention(cell=0.0)
         n_head = self.per_layer("attention.head_count", 0)[layer]
         k, v = self._head_size("key", layer), self._head_size("value", layer)
+        if self._collects:
+            return self._attention_to_collected(layer, 2 * n_head * (k + v))
         attention = Attention(cell=2 * n_head * (k + v), most_cells=self._most_cells(layer), index=self._index(layer))
         if not self._is_latent or attention.most_cells:  # sparse attention never expands latent vectors
             return attention
         own_k, own_v = self.number("attention.key_length_mla"), self.number("attention.value_length_mla")
         n_expanded = own_k - self.number("rope.dimension_count") + own_v
         return replace(attention, long_cell=2 * n_head * (own_k + own_v), expansion=2 * n_head * n_expanded * v)
+
+    def _attention_to_collected(self, layer: int, work: float) -> Attention:
+        """The same where cells hold several tokens each. `work`: of a cell."""
+        ratio, n_window = self._ratio(layer), self.number("attention.sliding_window")
+        if not ratio:
+            return Attention(cell=work, most_cells=n_window)
+        n_selected = self.number("attention.indexer.top_k") if ratio == _WITH_INDEXER else 0
+        return Attention(
+            cell=work / ratio,
+            most_cells=n_selected * ratio,
+            index=self._index(layer) / ratio,
+            near_cell=work,
+            n_near=n_window,
+        )
 
     def _most_cells(self, layer: int) -> int:
         """Cells that a token sees in a layer; 0: all."""

@@ -13,6 +13,8 @@ ATTENTION = st.builds(
     cell=st.floats(0, 10),
     most_cells=st.integers(0, 300),
     index=st.floats(0, 1),
+    near_cell=st.floats(0, 10),
+    n_near=st.integers(0, 300),
     long_cell=st.floats(0, 10),
     expansion=st.floats(0, 100),
 )
@@ -23,6 +25,7 @@ def test_each_row_sees_the_cells_before_it_and_its_own(attention: Attention, n_r
     before = range(n_past, n_past + n_rows)
     seen = sum(min(past + 1, attention.most_cells or past + 1) for past in before)
     expected = attention.cell * seen + attention.index * sum(past + 1 for past in before)
+    expected += attention.near_cell * sum(min(past + 1, attention.n_near) for past in before)
     assert attention.never_long().of_run(n_rows, n_past) == pytest.approx(expected)
 
 

@@ -178,6 +178,19 @@ def test_attention_that_selects_cells(tmp_path: Path) -> None:
     assert attention.index == 2 * 4 * 128
 
 
+def test_attention_to_cells_of_several_tokens(tmp_path: Path) -> None:
+    """DeepSeek-V4's: a window, and cells of 4 or 128 tokens, of which layers with an indexer select some."""
+    path = write("deepseek4", tmp_path / "model.gguf")
+    header, attention = ModelHeader(ModelFile.open(path)), shape(path).layer_attention
+    whole, n_near = 2 * 8 * (64 + 64), header.number("attention.sliding_window")
+    window = Attention(cell=whole, most_cells=n_near)
+    n_selected, n_index = (header.number(f"attention.indexer.{key}") for key in ("top_k", "head_count"))
+    index = 2 * n_index * 128
+    few = Attention(cell=whole / 4, most_cells=4 * n_selected, index=index / 4, near_cell=whole, n_near=n_near)
+    many = Attention(cell=whole / 128, near_cell=whole, n_near=n_near)
+    assert attention == (window, window, few, many)
+
+
 @pytest.mark.parametrize(
     ("architecture", "pattern", "expected"),
     [
