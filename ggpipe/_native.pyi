@@ -146,6 +146,15 @@ class Stage:
 
     def __init__(self, *, first: bool, repack: bool, exact: bool, fast_kernels: bool, touch_cells: bool = False) -> None: ...
 
+    @property
+    def last_layers(self) -> tuple[int, int]:
+        """
+        The last layer before this rank's, and the last of its own; -1 where no other rank's layer follows.
+        """
+
+    @last_layers.setter
+    def last_layers(self, arg: tuple[int, int], /) -> None: ...
+
     def join(self, *, part: int, n_parts: int, sum: GroupSum, ask: int, model: int, split_attention: bool, cuts: Mapping[str, tuple[int, Sequence[int], Sequence[tuple[int, int]]]]) -> None:
         """
         Before `devices`: this rank computes its layers with others. ask, model: addresses of libllama's function that

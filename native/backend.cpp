@@ -1,6 +1,7 @@
 // The devices UP, LOCAL and DOWN as ggml sees them: tables of functions over a `Device`.
 #include <sys/mman.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -100,7 +101,21 @@ bool is_theirs(ggml_backend_buffer_t b, const ggml_tensor * from, ggml_tensor *)
     return (from->view_src ? from->view_src : from)->buffer->buft == b->buft;
 }
 void no_clear(ggml_backend_buffer_t, uint8_t) {}
+
+// Whether an operation normalizes what this layer gives. Then it is the next layer's first one. libllama says so of most models'
+// norms; others would stay with the layer before, and cross the cut beside what they normalize.
+bool normalizes(const ggml_tensor * op, int layer) {
+    if (op->op != GGML_OP_RMS_NORM) return false;
+    const ggml_tensor * from = op->src[0];
+    while (from->view_src) from = from->view_src;
+    const bool is_output = !strncmp(from->name, "l_out-", 6) || !strncmp(from->name, "l_last-", 7);
+    return is_output && atoi(strchr(from->name, '-') + 1) == layer;
+}
 }  // namespace
+
+// Every rank's devices answer as the CPU does, but for these norms, so that every rank's scheduler cuts the graph at the same place.
+bool runs_on(const Device & device, const ggml_tensor * op) { return cpu_runs(op) && !normalizes(op, device.last_layer); }
+
 const ggml_backend_buffer_i kMemory = {release, base, init_weight, fill, write, read, nullptr, nullptr, nullptr, clear, nullptr};
 const ggml_backend_buffer_i kRemote = {release, base, init_weight, drop, send, receive, nullptr, nullptr, is_theirs, no_clear, nullptr};
 namespace {
@@ -141,8 +156,7 @@ bool remote_takes(ggml_backend_dev_t d, ggml_backend_buffer_type_t t) {
 }
 bool local_takes(ggml_backend_dev_t, ggml_backend_buffer_type_t t) { return ggml_backend_dev_supports_buft(cpu_device(), t); }
 
-// Every device answers as the CPU does, so that every rank's scheduler cuts the graph at the same place.
-bool remote_runs(ggml_backend_dev_t, const ggml_tensor * op) { return cpu_runs(op); }
+bool remote_runs(ggml_backend_dev_t d, const ggml_tensor * op) { return runs_on(device_of(d), op); }
 
 // While loading, LOCAL leaves a weight that can be repacked to the CPU's extra buffer types, which libllama
 // asks next: the choice libllama makes for a model that is all on the CPU.
@@ -155,7 +169,7 @@ bool local_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
         if (!w || !w->buffer || w->buffer->buft != dev_buft(d) || (s.exact && repacking_breaks(w->type, s.fast_kernels))) continue;
         if (repacking_type(s, w, op)) return false;
     }
-    return cpu_runs(op);
+    return runs_on(device_of(d), op);
 }
 
 ggml_backend_buffer_type_t * dev_repacking_types(ggml_backend_dev_t d) { return device_of(d).stage->repackers(); }

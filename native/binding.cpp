@@ -146,6 +146,9 @@ NB_MODULE(_native, m) {
     nb::class_<Stage>(m, "Stage", "The native half of ggpipe.llama.stage.Stage; see native/stage.h.")
         .def(nb::init<bool, bool, bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a, "fast_kernels"_a,
              "touch_cells"_a = false)
+        .def_prop_rw("last_layers", [](const Stage & s) { return std::pair(s.up.last_layer, s.local.last_layer); },
+                     [](Stage & s, std::pair<int, int> last) { std::tie(s.up.last_layer, s.local.last_layer) = last; },
+                     "The last layer before this rank's, and the last of its own; -1 where no other rank's layer follows.")
         .def("join", [](Stage & s, int part, int n_parts, std::shared_ptr<GroupSum> sum, uintptr_t ask, uintptr_t model, bool split_attention,
                          const std::map<std::string, std::tuple<int, std::vector<int64_t>, std::vector<std::pair<int64_t, uint32_t>>>> & cuts) {
             Group::Cuts own;

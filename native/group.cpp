@@ -61,7 +61,7 @@ bool part_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
     Group & g = group_of(d);
     if (g.stage.loading && op->src[0]) g.ops[op->src[0]->name] = op->op;
     if (g.stage.loading && g.stage.streamed) g.stage.streamed->used_by(op);
-    return cpu_runs(op);
+    return runs_on(device_of(d), op);
 }
 size_t part_size(ggml_backend_buffer_type_t type, const ggml_tensor * t) {
     Group & g = group_of(type->device);

@@ -49,6 +49,7 @@ class Wire {
    private:
     struct Frame { std::string_view name; const uint8_t * data; size_t size; };
     std::vector<Frame> in_;  // in their order, that are not taken yet
+    std::vector<std::pair<size_t, size_t>> sent_;  // of what was put: where its data are in `out`, and how many bytes
 };
 
 struct Stage;
@@ -60,6 +61,7 @@ struct Device {  // a ggml device, its registry (libllama asks that for function
     Stage * stage;
     Role role;
     int part = 0;  // of a group
+    int last_layer = -1;  // of its layers, where the next one is on another device
     ggml_backend_reg reg;
     ggml_backend_device dev;
     ggml_backend_buffer_type buft;  // weights, KV cells and activations of this side
@@ -184,6 +186,7 @@ bool replace_memory(void * context, const void * own, void * shared);
 
 ggml_backend_dev_t cpu_device();
 void * cpu_function(const char * name);  // from the CPU backend's registry; throws if it is not there
+bool runs_on(const Device & device, const ggml_tensor * op);
 inline bool cpu_runs(const ggml_tensor * op) { return ggml_backend_dev_supports_op(cpu_device(), op); }
 inline Device & device_of(ggml_backend_dev_t d) { return *(Device *) d->context; }
 inline Device & device_of(ggml_backend_buffer_type_t t) { return device_of(t->device); }

@@ -75,6 +75,8 @@ class ModelShape:
     """The kind of its drafter, as in `core.drafters.registry`, where it is a draft model."""
     is_part: bool = False
     """It is that of one part of a group."""
+    n_streams: int = 1
+    """Residual streams, which hyper-connections mix: states of a layer's tokens are so many embeddings."""
     horizon: int | None = None
     """Of a draft head: see `core.drafters.base.HeadNeeds`. None: that of EAGLE-3 heads."""
     _parts: dict[float, ModelShape] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -93,6 +95,11 @@ class ModelShape:
     @property
     def border_bytes(self) -> int:
         """Bytes of a row that one stage sends to the next: float32 values, in nearly all architectures."""
+        return FLOAT_BYTES * self.n_embd * self.n_streams
+
+    @property
+    def tap_bytes(self) -> int:
+        """Bytes of a row's layer input that a draft head reads: streams are added up."""
         return FLOAT_BYTES * self.n_embd
 
     @property

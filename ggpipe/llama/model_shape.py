@@ -67,6 +67,7 @@ def shape_of(
         divides_attention=splits_attention(model_file) or splits_by_heads(model_file),
         divides_cells=splits_attention(model_file) or splits_hybrid(model_file),
         max_parts=most_parts(model_file),
+        n_streams=max(header.number("hyper_connection.count"), 1),
         taps=needs.layers if needs is not None else (),
         drafter=registry.kind_of(model_file.architecture),
         horizon=needs.horizon if needs is not None else None,

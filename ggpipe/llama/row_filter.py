@@ -12,6 +12,8 @@ from ggpipe.core.dropped_rows import kept, rows_in_group
 from ggpipe.core.messages import Row, Run
 
 FRAME = struct.Struct("<QQ")  # native/wire.cpp: bytes of the name, bytes of data
+SAME = 1 << 63
+"""In a frame's bytes of data: it has none, but those of an earlier frame."""
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -67,6 +69,10 @@ class RowFilter:
         while at < len(data):
             n_name, n_data = FRAME.unpack_from(data, at)
             name_at, data_at = at + FRAME.size, at + FRAME.size + padded(n_name)
+            if n_data & SAME:
+                parts.append(data[at:data_at])
+                at = data_at
+                continue
             name = bytes(data[name_at : name_at + n_name]).decode()
             assert self._row_bytes is not None
             if n_data != n_rows * self._row_bytes.get(name, 0):

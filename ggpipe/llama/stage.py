@@ -130,6 +130,7 @@ class Stage:
             first=self.is_first, repack=model.repacks, exact=context.exact,
             fast_kernels=context.uses_fast_kernels, touch_cells=touches,
         )  # fmt: skip
+        self._native.last_layers = a - 1, -1 if self.is_last else b - 1
         try:
             with joined(self._native, group, model_file, model) if group else contextlib.nullcontext():
                 self._model = load_layers(

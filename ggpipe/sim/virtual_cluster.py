@@ -244,7 +244,7 @@ def build(
             rolls_back=is_draft or not shape.is_recurrent,
             drafter=shape.drafter,
             taps=shape.taps,
-            tap_bytes=target.border_bytes,
+            tap_bytes=target.tap_bytes,
             horizon=shape.horizon,
         )
 

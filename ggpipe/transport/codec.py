@@ -34,7 +34,7 @@ from ggpipe.core.messages import (
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 17
+VERSION = 18
 # version, flags, spans, logits requests, run, first run of kept rows, rows, operations, sequence ids of all rows, ids
 # that wants name, numbers of what is to be saved or restored, bytes of the mask of dropped rows, which comes last
 _RUN = struct.Struct("<BBHIqqIIIIII")
