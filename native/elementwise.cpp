@@ -1,5 +1,5 @@
-// Operations on each number that ggml computes without vectors: products with one number for each row, rows that are joined, and the
-// hyper-connections of DeepSeek V4 and GLM-5, whose layers read a mixture of a few hidden states (streams) and write to all of them.
+// Operations on each number that ggml computes without vectors: products with one number for each row, tensors that are joined, and
+// the hyper-connections of DeepSeek V4 and GLM-5, whose layers read a mixture of a few hidden states (streams) and write to all of them.
 #include <algorithm>
 #include <cstring>
 
@@ -89,16 +89,32 @@ GGPIPE_TARGET void compute_streams_written(ggml_tensor * node, int thread, int n
     });
 }
 
-// The rows of two tensors one after another, such as the parts of queries of latent attention.
-void compute_joined_rows(ggml_tensor * node, int thread, int n_threads, void *) {
+// Two tensors one after another: parts of rows, as of queries of latent attention, or rows, as of DeepSeek-V4's cells and states.
+void compute_joined(ggml_tensor * node, int thread, int n_threads, void *) {
     const ggml_tensor * first = node->src[0], * second = node->src[1];
+    const int dim = ((const int32_t *) node->op_params)[kOwnParams];
+    const size_t first_bytes = ggml_row_size(first->type, first->ne[0]), second_bytes = ggml_row_size(second->type, second->ne[0]);
     const int64_t n = ggml_nrows(node);
     for (int64_t row = n * thread / n_threads; row < n * (thread + 1) / n_threads; row++) {
-        const int64_t i1 = row % node->ne[1], i2 = row / node->ne[1] % node->ne[2], i3 = row / node->ne[1] / node->ne[2];
-        float * to = row_of<float>(node, i1, i2, i3);
-        memcpy(to, row_of<float>(first, i1, i2, i3), first->ne[0] * sizeof(float));
-        memcpy(to + first->ne[0], row_of<float>(second, i1, i2, i3), second->ne[0] * sizeof(float));
+        int64_t at[] = {0, row % node->ne[1], row / node->ne[1] % node->ne[2], row / node->ne[1] / node->ne[2]};
+        char * to = row_of<char>(node, at[1], at[2], at[3]);
+        if (dim == 0) {
+            memcpy(to, row_of<char>(first, at[1], at[2], at[3]), first_bytes);
+            memcpy(to + first_bytes, row_of<char>(second, at[1], at[2], at[3]), second_bytes);
+            continue;
+        }
+        const bool is_second = at[dim] >= first->ne[dim];
+        if (is_second) at[dim] -= first->ne[dim];
+        memcpy(to, row_of<char>(is_second ? second : first, at[1], at[2], at[3]), first_bytes);
     }
+}
+
+bool can_be_joined(const ggml_tensor * node) {
+    const bool in_rows = node->op_params[0] == 0;
+    for (const ggml_tensor * t : {node, (const ggml_tensor *) node->src[0], (const ggml_tensor *) node->src[1]}) {
+        if (t->type != node->type || t->nb[0] != ggml_type_size(t->type) || (in_rows && ggml_blck_size(t->type) > 1)) return false;
+    }
+    return true;
 }
 
 bool is_of_floats(const ggml_tensor * t) { return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float); }
@@ -113,9 +129,7 @@ ggml_custom_op_t elementwise_operation([[maybe_unused]] const ggml_tensor * node
         case GGML_OP_MUL:
             return has_rows(node) && has_rows(node->src[0]) && node->src[1]->ne[0] == 1 && node->src[1]->type == GGML_TYPE_F32 &&
                    ggml_nelements(node) >= kFewest ? compute_row_product : nullptr;
-        case GGML_OP_CONCAT:
-            return node->op_params[0] == 0 && is_of_floats(node) && is_of_floats(node->src[0]) && is_of_floats(node->src[1]) &&
-                   ggml_nelements(node) >= kFewest ? compute_joined_rows : nullptr;
+        case GGML_OP_CONCAT: return can_be_joined(node) ? compute_joined : nullptr;
         case GGML_OP_DSV4_HC_PRE:  // other weights are gates of each column
             return has_rows(node) && has_rows(node->src[0]) && node->op_params[1] == 0 ? compute_streams_read : nullptr;
         case GGML_OP_DSV4_HC_POST:

@@ -93,11 +93,13 @@ double ns_of(const ggml_tensor * node) {
     }
 }
 
-// Whether one thread computes this in little more time than all of them, which would then have to wait for each other.
-bool is_small(const ggml_tensor * node, int n_threads) {
+// Whether one thread computes this in little more time than all of them, which would then have to wait for each other. has_vectors:
+// we do, where ggml would not use vectors.
+bool is_small(const ggml_tensor * node, bool has_vectors, int n_threads) {
+    constexpr double kNsWithVectors = 0.15;
     static const auto is_numa = (decltype(&ggml_is_numa)) cpu_function("ggml_backend_cpu_is_numa");
     if (is_numa()) return false;  // after each graph, ggml lets its first thread run on all nodes again
-    const double each = ns_of(node);
+    const double each = has_vectors ? kNsWithVectors : ns_of(node);
     const ggml_tensor * source = node->src[0];
     if (each == 0 || !source) return false;
     const bool writes_rows = node->op == GGML_OP_SET_ROWS;  // into a larger tensor
@@ -111,8 +113,9 @@ class Plan {  // of steps, in their order
     void add(ggml_tensor * node, ggml_custom_op_t own, int n_threads, const FastGraph & fast) {
         // which use memory that their sources do not tell
         const bool is_fence = fast.states.count(node) || node->op == GGML_OP_CUSTOM;
-        const bool is_norm = own && own == norm_operation(node, fast);
-        const bool is_small_one = (!own || is_norm) && !is_fence && is_small(node, n_threads);
+        const bool is_norm = own && own == norm_operation(node, fast), is_elementwise = own && own == elementwise_operation(node);
+        const bool may_be_small = (!own || is_norm || is_elementwise) && !is_fence;
+        const bool is_small_one = may_be_small && is_small(node, is_elementwise, n_threads);
         const bool can_join = is_small_one || ((own == compute_product || own == copy_expert_weights) && !is_fence);
         const Uses uses(node, fast);
         Entry & entry = can_join ? entry_for(uses, is_small_one) : entries_.emplace_back();

@@ -69,10 +69,14 @@ SHAPES = {
         Sizes(width=3584, n_head=64, n_ff=1024, n_experts=16, n_indexers=64),
         {"expert_used_count": 8, "attention.q_lora_rank": 1536, "attention.indexer.top_k": 2048},
     ),
-    # As DeepSeek-V4, but narrower: four hidden states for each token
+    # As DeepSeek-V4-Flash, but half as wide: four hidden states for each token
     "deepseek4": Shape(
-        Sizes(width=2048, n_head=16, n_ff=768, n_experts=16, n_indexers=32),
-        {"expert_used_count": 4, "attention.indexer.top_k": 1024},
+        Sizes(width=2048, n_ff=1024, n_experts=16, n_indexers=64),
+        {
+            "expert_used_count": 6, "attention.head_count": 32, "attention.key_length": 512,
+            "attention.value_length": 512, "rope.dimension_count": 64, "attention.q_lora_rank": 1024,
+            "attention.output_lora_rank": 1024, "attention.indexer.top_k": 512,
+        },
     ),
     # As MiniMax-M3, but narrower: each head of keys sees 16 blocks of 128 cells
     "minimax-m3": Shape(

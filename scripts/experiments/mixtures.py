@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ggpipe.cluster.model_shape import ModelShape
@@ -66,6 +66,10 @@ class Mixture:
     """Number of these layers; None: all."""
     index_width: int = 0
     """Of the heads that select these tokens, together."""
+    n_streams: int = 1
+    """As in `ModelShape`."""
+    whole_gb: float = 0.0
+    """Size of what groups do not divide, where it is more than norms and routers."""
     n_vocab: int
     expert_bits: float | None = None
     """Bits per weight of the experts; None: the average of the file."""
@@ -99,7 +103,8 @@ class Mixture:
             expert_gb=self.expert_gb,
             dense_layers=self.n_dense,
         )
-        return table.shape(self.name)
+        whole_bytes = (int(self.whole_gb * 1e9 / self.n_layer),) * self.n_layer if self.whole_gb else ()
+        return replace(table.shape(self.name), n_streams=self.n_streams, layer_whole_bytes=whole_bytes)
 
 
 MODELS = (
@@ -115,9 +120,9 @@ MODELS = (
             n_expert=128, n_used=8, n_heads=8, cell=2048, q_width=12288, n_vocab=151552),
     Mixture(name="Qwen3-235B-A22B", weights_b=235.1, file_gb=142.2, n_layer=94, width=4096, n_ff=1536, n_expert=128,
             n_used=8, n_heads=4, cell=1024, q_width=8192, n_vocab=151936),
-    Mixture(name="DeepSeek-V4-Flash", weights_b=284, file_gb=158.1, n_layer=43, width=4096, n_ff=2048, n_expert=256,
-            n_used=6, n_heads=8, cell=80, q_width=32768, window=640, index_width=2048, n_vocab=129280,
-            expert_bits=MXFP4),
+    Mixture(name="DeepSeek-V4-Flash", weights_b=284, file_gb=156.1, n_layer=43, width=4096, n_ff=2048, n_expert=256,
+            n_used=6, n_heads=8, cell=80, q_width=32768, window=640, index_width=2048, n_streams=4, whole_gb=1.6,
+            n_vocab=129280, expert_bits=MXFP4),
     Mixture(name="GLM-4.6", weights_b=352.8, file_gb=213.0, n_layer=92, n_dense=3, width=5120, n_ff=1536, n_expert=160,
             n_used=8, n_heads=8, cell=2048, q_width=12288, n_vocab=151552),
     Mixture(name="DeepSeek-V3.1", weights_b=671, file_gb=404.5, n_layer=61, n_dense=3, width=7168, n_ff=2048,
