@@ -2,6 +2,8 @@
 // the hyper-connections of DeepSeek V4 and GLM-5, whose layers read a mixture of a few hidden states (streams) and write to all of them.
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <stdexcept>
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -9,6 +11,8 @@
 
 #include "cpu.h"
 #include "fast.h"
+#include "ggml-alloc.h"
+#include "stage.h"
 #include "vectors.h"
 
 namespace ggpipe {
@@ -138,6 +142,26 @@ ggml_custom_op_t elementwise_operation([[maybe_unused]] const ggml_tensor * node
     }
 #endif
     return nullptr;
+}
+
+std::string join(ggml_type type, const Block & first, const Block & second, int dim, int n_threads, bool fast) {
+    const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(ggml_init({1 << 20, nullptr, /*no_alloc*/ true}), ggml_free);
+    const Block * const blocks[] = {&first, &second};
+    ggml_tensor * parts[2];
+    for (int i = 0; i < 2; i++) {
+        if (blocks[i]->shape.size() != GGML_MAX_DIMS) throw std::runtime_error("a shape has four dimensions");
+        parts[i] = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, blocks[i]->shape.data());
+        if (ggml_nbytes(parts[i]) != blocks[i]->data.size()) throw std::runtime_error("data do not have this shape");
+    }
+    ggml_tensor * result = ggml_concat(ctx.get(), parts[0], parts[1], dim);
+    ggml_cgraph * graph = ggml_new_graph(ctx.get());
+    ggml_build_forward_expand(graph, result);
+    const std::unique_ptr<ggml_backend_buffer, void (*)(ggml_backend_buffer_t)> memory(
+        ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(cpu_device())), ggml_backend_buffer_free);
+    if (!memory) throw std::runtime_error("not enough memory");
+    for (int i = 0; i < 2; i++) memcpy(parts[i]->data, blocks[i]->data.data(), blocks[i]->data.size());
+    compute_alone(graph, n_threads, fast);
+    return {(const char *) result->data, ggml_nbytes(result)};
 }
 
 }  // namespace ggpipe

@@ -139,6 +139,10 @@ std::vector<float> multiply(const Product & product, int n_threads, bool repack,
 std::vector<float> sum_experts(
     const std::vector<float> & experts, const std::vector<float> & weights, int64_t n_used, int n_threads, bool fast);
 
+// Two tensors one after another along a dimension, as a stage joins them, for tests. Throws std::runtime_error.
+struct Block { std::vector<int64_t> shape; std::string data; };
+std::string join(ggml_type type, const Block & first, const Block & second, int dim, int n_threads, bool fast);
+
 // The norms of the first `width` of each `stride` numbers, times weights if there are any, as a stage computes them, for tests. Throws
 // std::runtime_error.
 std::vector<float> normalize(const std::vector<float> & rows, int64_t width, int64_t stride, const std::vector<float> & weights, bool is_l2,

@@ -66,7 +66,7 @@ def test_same_bits_in_a_group(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(path, 3, shares=((1, 1),)), logits(path, 1, shares=((1, 1),)))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35moe", "deepseek2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35moe", "deepseek2", "deepseek4"])
 def test_waits_are_fewer_than_operations(name: str, tmp_path: Path) -> None:
     path = write(name, tmp_path / "model.gguf", sizes=SMALL)
     n_waits, n_operations = waits(path, 2, 1)
@@ -99,3 +99,23 @@ def test_norms_are_those_of_ggml(kind: str, width: int, stride: int, n_rows: int
     for threads in (1, 3):
         found = native.normalize(**settings, n_threads=threads)
         np.testing.assert_allclose(found, ggmls, rtol=2e-7)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float16])
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (7, 3, 2, 2), (512, 1, 130, 1)])
+def test_tensors_are_joined(shape: tuple[int, ...], dim: int, number: type[np.floating]) -> None:
+    rng = np.random.default_rng(dim)
+    other = tuple(n + 2 * (i == dim) for i, n in enumerate(shape))
+    first, second = (rng.standard_normal(each[::-1]).astype(number) for each in (shape, other))
+    for threads in (1, 3):
+        joined = native.join(
+            type=int(number is np.float16),
+            shape=shape,
+            data=first.tobytes(),
+            shape2=other,
+            data2=second.tobytes(),
+            dim=dim,
+            n_threads=threads,
+        )
+        assert joined == np.concatenate([first, second], axis=3 - dim).tobytes()
