@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_of(name: str, folder: Path) -> Path:
-    # With seed 1, one of DeepSeek-V4's tokens takes other experts when numbers are rounded otherwise, on one rank too.
+    # With seed 1, one of DeepSeek-V4's tokens takes other experts if numbers are rounded otherwise, on one rank too.
     return write(name, folder / f"{name}.gguf", 2 if name == "deepseek4" else 1, sizes=SMALL)
 
 
