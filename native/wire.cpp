@@ -1,6 +1,6 @@
 // What crosses a cut, packed: for each tensor a head of two 8-byte numbers (bytes of its name, bytes of its data), the name,
 // and the data, both padded to 8 bytes. The next layer may read a result in several shapes, which are tensors of their own with
-// the same data: these cross once, and further heads have the number of the tensor instead. A name can cross more than once in a
+// the same data: these cross once, and later heads have the number of that tensor instead. A name can cross more than once in a
 // graph, so the n-th of a name in is matched with the n-th of that name out. Both sides run the same graph: names and order agree,
 // but not the places of nodes.
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace ggpipe {
 
 namespace {
 struct Head { uint64_t name_size, size; };
-constexpr uint64_t kSame = uint64_t(1) << 63;  // in `size`: no data follow, which are those of the tensor with the number in the other bits
+constexpr uint64_t kSame = uint64_t(1) << 63;  // in `size`: no data follow; they are those of the tensor whose number the other bits are
 size_t padded(size_t n) { return (n + 7) & ~size_t(7); }
 // ggml names a nameless result by its place in the graph, which has more nodes where a draft head's states are made.
 std::string without_place(std::string name) {

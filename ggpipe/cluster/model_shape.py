@@ -76,7 +76,7 @@ class ModelShape:
     is_part: bool = False
     """It is that of one part of a group."""
     n_streams: int = 1
-    """Residual streams, which hyper-connections mix: states of a layer's tokens are so many embeddings."""
+    """Residual streams, which hyper-connections mix: a layer's output for a token is one embedding for each."""
     horizon: int | None = None
     """Of a draft head: see `core.drafters.base.HeadNeeds`. None: that of EAGLE-3 heads."""
     _parts: dict[float, ModelShape] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -99,7 +99,7 @@ class ModelShape:
 
     @property
     def tap_bytes(self) -> int:
-        """Bytes of a row's layer input that a draft head reads: streams are added up."""
+        """Bytes of a row's layer input that a draft head reads: the mean of the streams."""
         return FLOAT_BYTES * self.n_embd
 
     @property

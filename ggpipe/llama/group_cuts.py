@@ -103,7 +103,7 @@ def _of_latent(pieces: tuple[int, ...]) -> dict[str, Cut]:
 
 
 def _of_output_groups(pieces: tuple[int, ...]) -> dict[str, Cut]:
-    """By groups of heads, each with its own projection of what they give."""
+    """By groups of heads, each of which has an output projection."""
     axes = {"q_b": 1, "sinks": 0, "output_a": 2, "output_b": 0}
     return {f"attn_{name}.weight": Cut(axis, pieces) for name, axis in axes.items()}
 

@@ -13,7 +13,7 @@ from ggpipe.core.messages import Row, Run
 
 FRAME = struct.Struct("<QQ")  # native/wire.cpp: bytes of the name, bytes of data
 SAME = 1 << 63
-"""In a frame's bytes of data: it has none, but those of an earlier frame."""
+"""In a frame's second number: no data follow. They are those of the frame whose number the other bits are."""
 _NOTHING: frozenset[int] = frozenset()
 
 
