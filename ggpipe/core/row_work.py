@@ -21,8 +21,8 @@ class Attention:
     index: float = 0.0
     """To select them: for a row and a cell of its sequence."""
     near_cell: float = 0.0
-    """For a row and a cell of a window, which it sees as well. Then other cells hold several tokens each, and the numbers
-    above are for each of these."""
+    """For a row and a cell of a window, which it sees as well. Then other cells hold several tokens each, and the
+    numbers above are for each of these."""
     n_near: int = 0
     """Number of cells of this window; 0: there is none."""
     long_cell: float = 0.0
