@@ -69,10 +69,10 @@ def read_pages(address: int, size: int) -> int:
     Read a part of a mapped file into memory. Returns an error number, or 0.
     """
 
-def join(*, type: int, shape: Sequence[int], data: bytes, shape2: Sequence[int], data2: bytes, dim: int, n_threads: int = 1, fast: bool = True) -> bytes:
+def join(*, type: int, shape: Sequence[int], data: bytes, shape2: Sequence[int], data2: bytes, dim: int, n_threads: int = 1) -> bytes:
     """
-    Two tensors one after another along a dimension, as a stage joins them (fast: with our own kernel). Shapes have four
-    dimensions, the first of which is along rows. For tests. Raises RuntimeError.
+    Two tensors one after another along a dimension, as a stage joins them with our own kernel. Shapes have four dimensions, the
+    first of which is along rows. For tests. Raises RuntimeError.
     """
 
 def normalize(*, rows: Sequence[float], width: int, stride: int, weights: Sequence[float] = [], is_l2: bool = False, n_threads: int = 1, fast: bool = True) -> list[float]:

@@ -98,12 +98,12 @@ NB_MODULE(_native, m) {
     m.def("read_pages", read_pages, "address"_a, "size"_a, released,
           "Read a part of a mapped file into memory. Returns an error number, or 0.");
     m.def("join", [](int type, const std::vector<int64_t> & shape, const nb::bytes & data, const std::vector<int64_t> & shape2, const nb::bytes & data2,
-                     int dim, int n_threads, bool fast) {
-        const std::string joined = join(ggml_type(type), {shape, {data.c_str(), data.size()}}, {shape2, {data2.c_str(), data2.size()}}, dim, n_threads, fast);
+                     int dim, int n_threads) {
+        const std::string joined = join(ggml_type(type), {shape, {data.c_str(), data.size()}}, {shape2, {data2.c_str(), data2.size()}}, dim, n_threads);
         return nb::bytes(joined.data(), joined.size());
-    }, nb::kw_only(), "type"_a, "shape"_a, "data"_a, "shape2"_a, "data2"_a, "dim"_a, "n_threads"_a = 1, "fast"_a = true,
-       "Two tensors one after another along a dimension, as a stage joins them (fast: with our own kernel). Shapes have four\n"
-       "dimensions, the first of which is along rows. For tests. Raises RuntimeError.");
+    }, nb::kw_only(), "type"_a, "shape"_a, "data"_a, "shape2"_a, "data2"_a, "dim"_a, "n_threads"_a = 1,
+       "Two tensors one after another along a dimension, as a stage joins them with our own kernel. Shapes have four dimensions, the\n"
+       "first of which is along rows. For tests. Raises RuntimeError.");
     m.def("normalize", normalize, nb::kw_only(), "rows"_a, "width"_a, "stride"_a, "weights"_a = std::vector<float>(), "is_l2"_a = false,
           "n_threads"_a = 1, "fast"_a = true, released,
           "Root mean square norms, or L2 norms, of the first `width` of each `stride` numbers, times weights (width) if there are any, as\n"

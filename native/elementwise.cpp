@@ -93,7 +93,7 @@ GGPIPE_TARGET void compute_streams_written(ggml_tensor * node, int thread, int n
     });
 }
 
-// Two tensors one after another: parts of rows, as of queries of latent attention, or rows, as of DeepSeek-V4's cells and states.
+// Two tensors one after another: parts of rows (queries of latent attention) or whole rows (DeepSeek-V4's cells and states).
 void compute_joined(ggml_tensor * node, int thread, int n_threads, void *) {
     const ggml_tensor * first = node->src[0], * second = node->src[1];
     const int dim = ((const int32_t *) node->op_params)[kOwnParams];
@@ -144,7 +144,7 @@ ggml_custom_op_t elementwise_operation([[maybe_unused]] const ggml_tensor * node
     return nullptr;
 }
 
-std::string join(ggml_type type, const Block & first, const Block & second, int dim, int n_threads, bool fast) {
+std::string join(ggml_type type, const Block & first, const Block & second, int dim, int n_threads) {
     const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(ggml_init({1 << 20, nullptr, /*no_alloc*/ true}), ggml_free);
     const Block * const blocks[] = {&first, &second};
     ggml_tensor * parts[2];
@@ -160,7 +160,7 @@ std::string join(ggml_type type, const Block & first, const Block & second, int 
         ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(cpu_device())), ggml_backend_buffer_free);
     if (!memory) throw std::runtime_error("not enough memory");
     for (int i = 0; i < 2; i++) memcpy(parts[i]->data, blocks[i]->data.data(), blocks[i]->data.size());
-    compute_alone(graph, n_threads, fast);
+    compute_alone(graph, n_threads, true);
     return {(const char *) result->data, ggml_nbytes(result)};
 }
 

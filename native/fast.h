@@ -141,7 +141,7 @@ std::vector<float> sum_experts(
 
 // Two tensors one after another along a dimension, as a stage joins them, for tests. Throws std::runtime_error.
 struct Block { std::vector<int64_t> shape; std::string data; };
-std::string join(ggml_type type, const Block & first, const Block & second, int dim, int n_threads, bool fast);
+std::string join(ggml_type type, const Block & first, const Block & second, int dim, int n_threads);
 
 // The norms of the first `width` of each `stride` numbers, times weights if there are any, as a stage computes them, for tests. Throws
 // std::runtime_error.

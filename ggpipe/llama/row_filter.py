@@ -65,19 +65,24 @@ class RowFilter:
         n_rows = len(run.rows) - len(run.dropped)
         places = [i for i, row in enumerate(kept(range(len(run.rows)), run.dropped)) if row not in dropped]
         parts: list[bytes | memoryview] = []
+        sizes: dict[int, int] = {}
         at = 0
         while at < len(data):
             n_name, n_data = FRAME.unpack_from(data, at)
             name_at, data_at = at + FRAME.size, at + FRAME.size + padded(n_name)
-            if n_data & SAME:
-                parts.append(data[at:data_at])
-                at = data_at
-                continue
+            is_same = n_data & SAME > 0
+            if is_same:
+                n_data = sizes.get(n_data ^ SAME, 0)
+            sizes[len(sizes)] = n_data
             name = bytes(data[name_at : name_at + n_name]).decode()
             assert self._row_bytes is not None
             if n_data != n_rows * self._row_bytes.get(name, 0):
                 self._row_bytes = None
                 return None
+            if is_same:
+                parts.append(data[at:data_at])
+                at = data_at
+                continue
             rows = np.frombuffer(data, np.uint8, n_data, data_at).reshape(n_rows, -1)[places]
             parts += [FRAME.pack(n_name, rows.nbytes), data[name_at:data_at]]
             parts += [rows.tobytes(), bytes(padded(rows.nbytes) - rows.nbytes)]

@@ -66,3 +66,6 @@ def test_dropped_rows_of_data_that_are_sent_once() -> None:
     rows = RowFilter({"l_out-3": 8, "l_out-3 (reshaped)": 8}, None)
     expected = frame(b"l_out-3", 16, bytes((*range(8), *range(16, 24)))) + frame(b"l_out-3 (reshaped)", SAME)
     assert rows.incoming(memoryview(message), run, {1}) == expected
+    assert RowFilter({"l_out-3": 8, "l_out-3 (reshaped)": 4}, None).incoming(memoryview(message), run, {1}) is None
+    wrong = frame(b"l_out-3", SAME | 5)
+    assert RowFilter({"l_out-3": 8}, None).incoming(memoryview(wrong), run, {1}) is None
