@@ -21,7 +21,7 @@ from ggpipe.core.layout import Layout, RankPlace, crowding, lay_out
 from ggpipe.core.messages import Restored
 from ggpipe.core.request import Limits
 from ggpipe.core.row_work import RowWork
-from ggpipe.engine import handshake, wiring
+from ggpipe.engine import handshake, vocabularies, wiring
 from ggpipe.engine.control_channel import Received
 from ggpipe.engine.drafters import Drafters
 from ggpipe.engine.head import Head, LoadedHead
@@ -109,7 +109,10 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         for drafter, (draft, draft_layout) in enumerate(zip(config.drafts, draft_layouts, strict=True)):
             outline, hello = outlines[draft_layout.head], agreed.hellos[draft_layout.head]
             handshake.check_cuts(progress.cuts_of(draft_layout), hello.architecture)
-            vocabularies = vocab.with_draft(outline, draft.model.path.name if len(draft_layouts) > 1 else "")
+            file = draft.model.path.name if len(draft_layouts) > 1 else ""
+            agreed_tokens, tokenizer = vocabularies.compare(
+                vocab, agreed.model_file, outline, kinds[drafter], file, agreed.warnings
+            )
             if not outline.rolls_back:
                 agreed.warnings.append(
                     Wording(
@@ -123,14 +126,14 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
                 loaded_draft = DraftPipeline(
                     limits=limits,
-                    vocabularies=vocabularies,
+                    vocabularies=agreed_tokens,
                     restored=draft_restored,
                     horizon=hello.head_needs.horizon if hello.head_needs is not None else None,
                     window=window_in(draft_context.n_ctx, context.n_ctx, draft.window, n_requests)
                     if registry.has_window(kinds[drafter])
                     else 0,
                 )
-                head.channel.send(draft_layout.head, StartDraft(drafter, kinds[drafter], loaded_draft))
+                head.channel.send(draft_layout.head, StartDraft(drafter, kinds[drafter], loaded_draft, tokenizer))
                 started[drafter] = draft_layout
         limits = _limits(config.context, layout, context, n_requests, agreed.hellos[HEAD].work)
         places = [RankPlace(hello.host, hello.n_cores, hello.n_threads) for hello in agreed.hellos]

@@ -12,10 +12,10 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters import registry
-from ggpipe.core.drafters.base import StatesArrived
+from ggpipe.core.drafters.base import Drafter, StatesArrived
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import RunRecord
-from ggpipe.engine import handshake, wiring
+from ggpipe.engine import handshake, vocabularies, wiring
 from ggpipe.engine.control_channel import ControlChannel, Received
 from ggpipe.engine.drafters import DraftHead
 from ggpipe.engine.pipeline import Pipeline
@@ -173,9 +173,10 @@ class Worker:
                 match self._channel.next(_LONG_S if wait_s is None else wait_s):
                     case Received(_, Quit(exit_code)):
                         return exit_code
-                    case Received(_, StartDraft(drafter, kind, loaded_draft)):
-                        started = registry.WITH_MODEL[kind](drafter, loaded_draft)
-                        self._draft_head = DraftHead(pipeline, started, self._send_micro_batch, self._forget)
+                    case Received(_, StartDraft() as order):
+                        self._draft_head = DraftHead(
+                            pipeline, self._started(order), self._send_micro_batch, self._forget
+                        )
                     case Received(_, AskClock()):
                         self._channel.send(HEAD, Clock(time.monotonic()))
                     case Received(_, AskUsage()):
@@ -208,6 +209,14 @@ class Worker:
                         self._channel.fail(error)
             except GgpipeError as e:
                 self._channel.fail(e)
+
+    def _started(self, order: StartDraft) -> Drafter:
+        drafter: Drafter = registry.WITH_MODEL[order.kind](order.drafter, order.pipeline)
+        if not order.tokenizer:
+            return drafter
+        config = self._config
+        own = config.part_of(self._model).model
+        return vocabularies.translated(drafter, order.drafter, order.tokenizer, config.model, own)
 
     def _stage_loaded(self, loaded: Loaded) -> StageLoaded:
         stage = loaded.stage

@@ -9,6 +9,7 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ggpipe.config.model import ModelConfig
@@ -30,22 +31,24 @@ _FIRST_COMPARED = 5  # as llama.cpp: the first ones are named differently by con
 class Vocab:
     """A model's vocabulary, loaded without weights. Thread-safe."""
 
-    def __init__(self, model_file: ModelFile, config: ModelConfig) -> None:
-        """Load the vocabulary. Raises ModelError if libllama cannot read it."""
+    def __init__(self, model_file: ModelFile | Path, config: ModelConfig) -> None:
+        """Load the vocabulary. A path may be that of a file without weights. Raises ModelError if libllama cannot read
+        it."""
+        path = model_file if isinstance(model_file, Path) else model_file.paths[0]
         start(config.numa)
         keep: list[object] = []
         params = model_params(config, keep)
         params.vocab_only = True
         logged_errors()
-        self._model: Any = lib.llama_model_load_from_file(os.fsencode(model_file.paths[0]), params)
+        self._model: Any = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
-            raise ModelError(f"cannot read the vocabulary of {model_file.paths[0]}: {'; '.join(logged_errors()[:1])}")
+            raise ModelError(f"cannot read the vocabulary of {path}: {'; '.join(logged_errors()[:1])}")
         self.pointer = lib.llama_model_get_vocab(self._model)
         self.kind = int(lib.llama_vocab_type(self.pointer))
         """libllama's number of the tokenizer's kind."""
         if self.kind == 0:
             self.close()
-            raise ModelError(f"{model_file.paths[0]} has no vocabulary: it cannot continue text")
+            raise ModelError(f"{path} has no vocabulary: it cannot continue text")
         self.n_tokens = int(lib.llama_vocab_n_tokens(self.pointer))
         self.end_tokens = tuple(t for t in range(self.n_tokens) if lib.llama_vocab_is_eog(self.pointer, t))
         """Tokens that end generation."""
@@ -65,7 +68,7 @@ class Vocab:
     def tokenize_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[int, ...]:
         """Tokenize a prompt given as pieces (text, is_literal). A literal piece contains no special tokens. BOS is not
         added if the prompt begins with it. Raises UsageError as `tokenize` does."""
-        bos = lib.llama_vocab_bos(self.pointer) if lib.llama_vocab_get_add_bos(self.pointer) else -1
+        bos = -1 if self.added_bos is None else self.added_bos
         if not any(is_literal for _, is_literal in pieces):
             text = "".join(text for text, _ in pieces)
             return self.tokenize(text.removeprefix(self.text(bos)) if bos >= 0 else text)
@@ -156,6 +159,22 @@ class Vocab:
         return (lib.llama_vocab_get_text(self.pointer, token) or b"").decode("utf-8", "replace")
 
     @property
+    def bos(self) -> int:
+        """The beginning-of-sequence token; negative if there is none."""
+        return int(lib.llama_vocab_bos(self.pointer))
+
+    @property
+    def added_bos(self) -> int | None:
+        """The token that tokenizing puts before a prompt; None: it adds none."""
+        return self.bos if lib.llama_vocab_get_add_bos(self.pointer) else None
+
+    @property
+    def turn_end(self) -> int:
+        """The token that ends an answer; negative if there is none."""
+        token = int(lib.llama_vocab_eot(self.pointer))
+        return token if token >= 0 else int(lib.llama_vocab_eos(self.pointer))
+
+    @property
     def bos_text(self) -> str:
         """The name of the beginning-of-sequence token; empty if there is none."""
         return self.text(lib.llama_vocab_bos(self.pointer))
@@ -203,10 +222,10 @@ class Vocab:
     def outline(self) -> VocabOutline:
         """The properties by which this vocabulary is compared with another one."""
         vocab = self.pointer
-        adds_bos, adds_eos = lib.llama_vocab_get_add_bos(vocab), lib.llama_vocab_get_add_eos(vocab)
+        adds_eos = lib.llama_vocab_get_add_eos(vocab)
         return VocabOutline(
             kind=self.kind,
-            added_bos=int(lib.llama_vocab_bos(vocab)) if adds_bos else None,
+            added_bos=self.added_bos,
             added_eos=int(lib.llama_vocab_eos(vocab)) if adds_eos else None,
             eos=int(lib.llama_vocab_eos(vocab)),
             checksums=tuple(zlib.crc32(lib.llama_vocab_get_text(vocab, t) or b"") for t in range(self.n_tokens)),
@@ -218,30 +237,34 @@ class Vocab:
 
         Raises ModelError where they do not name the same tokens.
         """
-        own = self.outline()
-        n_own, n_other = len(own.checksums), len(outline.checksums)
-        if own.kind != outline.kind:
-            why = "their tokenizers are of different kinds"
-        elif abs(n_own - n_other) > _MOST_EXTRA_TOKENS:
-            why = f"the target has {n_own} tokens, the draft {n_other}; at most {_MOST_EXTRA_TOKENS} may be extra"
-        elif own.added_bos != outline.added_bos:
-            why = f"to a text the target adds {_added(own.added_bos)} as BOS, the draft {_added(outline.added_bos)}"
-        elif own.added_eos != outline.added_eos:
-            why = f"to a text the target adds {_added(own.added_eos)} as EOS, the draft {_added(outline.added_eos)}"
-        else:
-            pairs = enumerate(zip(own.checksums, outline.checksums, strict=False))
-            wrong = next((token for token, (a, b) in pairs if token >= _FIRST_COMPARED and a != b), None)
-            if wrong is None:
-                return Vocabularies(n_own, n_other, max(outline.eos, 0))
-            text = self.text(wrong)
-            why = f"token {wrong} is {text!r} in the target and another text in the draft"
+        found = self.beside(outline)
+        if isinstance(found, Vocabularies):
+            return found
         name = f" {file}" if file else ""
         raise ModelError(
             Setting("draft.model"),
             f"{name} does not fit ",
             Setting("model"),
-            f": {why}; use a draft model of the same family",
+            f": {found}; use a draft model of the same family",
         )
+
+    def beside(self, outline: VocabOutline) -> Vocabularies | str:
+        """This target's vocabulary beside a draft's, or why they do not name the same tokens."""
+        own = self.outline()
+        n_own, n_other = len(own.checksums), len(outline.checksums)
+        if own.kind != outline.kind:
+            return "their tokenizers are of different kinds"
+        if abs(n_own - n_other) > _MOST_EXTRA_TOKENS:
+            return f"the target has {n_own} tokens, the draft {n_other}; at most {_MOST_EXTRA_TOKENS} may be extra"
+        if own.added_bos != outline.added_bos:
+            return f"to a text the target adds {_added(own.added_bos)} as BOS, the draft {_added(outline.added_bos)}"
+        if own.added_eos != outline.added_eos:
+            return f"to a text the target adds {_added(own.added_eos)} as EOS, the draft {_added(outline.added_eos)}"
+        pairs = enumerate(zip(own.checksums, outline.checksums, strict=False))
+        wrong = next((token for token, (a, b) in pairs if token >= _FIRST_COMPARED and a != b), None)
+        if wrong is None:
+            return Vocabularies(n_own, n_other, max(outline.eos, 0))
+        return f"token {wrong} is {self.text(wrong)!r} in the target and another text in the draft"
 
     def close(self) -> None:
         """Free it. A second call does nothing."""

@@ -114,3 +114,5 @@ class StartDraft(ControlMessage, frozen=True):
     kind: str
     """As in `core.drafters.registry`."""
     pipeline: DraftPipeline
+    tokenizer: bytes = b""
+    """The target's, as a GGUF file, for a draft model with another vocabulary."""
