@@ -24,11 +24,11 @@ def tokenizer_of(path: Path) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            magic, version, _, n_keys = _HEADER.unpack(file.read(_HEADER.size))
+            magic, version, _, n_keys = _HEADER.unpack(_read(file, _HEADER.size))
             if magic != _MAGIC:
                 raise ModelError(f"{path} is no GGUF file")
             kept = [data for key, data in _values(file, n_keys) if key.startswith(_KEPT)]
-    except (OSError, struct.error) as e:
+    except (OSError, EOFError, KeyError) as e:
         raise ModelError(f"cannot read the tokenizer of {path}: {e}") from e
     return _HEADER.pack(_MAGIC, version, 0, len(kept)) + b"".join(kept)
 
@@ -37,11 +37,11 @@ def _values(file: BinaryIO, n_keys: int) -> Iterator[tuple[str, bytes]]:
     """Each key with its bytes in the file, and those of its value."""
     for _ in range(n_keys):
         start = file.tell()
-        key = file.read(_number(file, 8)).decode("utf-8", "replace")
+        key = _read(file, _number(file, 8)).decode("utf-8", "replace")
         _skip(file, _number(file, 4))
         end = file.tell()
         file.seek(start)
-        yield key, file.read(end - start)
+        yield key, _read(file, end - start)
 
 
 def _skip(file: BinaryIO, kind: int) -> None:
@@ -59,4 +59,11 @@ def _skip(file: BinaryIO, kind: int) -> None:
 
 
 def _number(file: BinaryIO, size: int) -> int:
-    return int.from_bytes(file.read(size), "little")
+    return int.from_bytes(_read(file, size), "little")
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise EOFError("it is truncated")
+    return data

@@ -146,13 +146,6 @@ def test_unknown_draft_file(n: int) -> None:
     fails(result, "nowhere.gguf", "No such file")
 
 
-@pytest.mark.parametrize("n", RANKS)
-def test_a_draft_of_another_family(n: int, tmp_path: Path) -> None:
-    draft = make("llama-tied", tmp_path / "draft.gguf")
-    result = ggpipe_on_threads("generate", "-m", TARGET, "-md", draft, "-p", "x", *DRAFT_SPLITS[n])
-    fails(result, "-md/--model-draft does not fit -m/--model")
-
-
 def test_thread_lists_count_draft_ranks() -> None:
     result = ggpipe("generate", "-m", TARGET, "-md", DRAFT, "-p", "x", "-t", "1,1", *DRAFT_SPLITS[3])
     fails(result, "-t", "2 values", "3 ranks")

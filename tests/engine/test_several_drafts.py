@@ -74,13 +74,6 @@ def test_the_text_stays_libllamas(places: tuple[tuple[float, ...], ...], n_ranks
     assert len(judged) == len(places) + 1, "n-grams, too"
 
 
-def test_one_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    drafts = [(DRAFT, (1.0,)), (make("llama", tmp_path / "other.gguf"), (1.0,))]
-    message = "^`draft.model` other.gguf does not fit `model`: "
-    with pytest.raises(ModelError, match=message), local_session(config_of(TARGET, *drafts, shares=(1.0,)), 3):
-        pass
-
-
 def test_one_that_cannot_roll_back_is_left_out(tmp_path: Path) -> None:
     """The next one keeps its own id, and drafts."""
     target = make("llama", tmp_path / "llama.gguf")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 
-from ggpipe.cli.messages import in_flags
 from ggpipe.config.model import ModelConfig
 from ggpipe.display.format import harmless, human_bytes
-from ggpipe.errors import ModelError, RunError, Setting, UsageError
+from ggpipe.errors import RunError, Setting, UsageError
 from ggpipe.llama.completed import misfit
 from ggpipe.llama.draft_heads import needs_of
 from ggpipe.llama.eagle3 import head_misfit
@@ -29,11 +29,17 @@ def run(options: Options) -> int:
     n_fit = 0
     for path in models.drafts:
         draft = ModelFile.open(path)
-        why = _misfit(target, vocab, draft, path)
+        fit, why = _fit(target, vocab, draft, path)
         share = f"{draft.n_bytes / target.n_bytes:.1%} of the target's weights"
-        print(f"{'fits' if not why else 'does not fit'}: {_described(draft)}, {share}" + (f": {why}" if why else ""))
-        n_fit += not why
+        print(f"{fit}: {_described(draft)}, {share}" + (f": {why}" if why else ""))
+        n_fit += fit is not _Fit.NOT
     return 0 if n_fit else RunError.exit_code
+
+
+class _Fit(enum.StrEnum):
+    AS_IT_IS = "fits"
+    TRANSLATED = "fits by its text"
+    NOT = "does not fit"
 
 
 def _described(model: ModelFile) -> str:
@@ -41,16 +47,15 @@ def _described(model: ModelFile) -> str:
     return f"{name} ({model.architecture}, {model.n_layer} layers, {human_bytes(model.n_bytes)})"
 
 
-def _misfit(target: ModelFile, vocab: Vocab, draft: ModelFile, path: Path) -> str:
-    """Why a draft model does not fit; empty if it fits."""
+def _fit(target: ModelFile, vocab: Vocab, draft: ModelFile, path: Path) -> tuple[_Fit, str]:
+    """Whether a draft model fits, and why not, or why its tokens have to be translated."""
     needs = needs_of(draft)
     if needs is not None:
-        return head_misfit(needs, target) or misfit(draft, target)
+        why = head_misfit(needs, target) or misfit(draft, target)
+        return (_Fit.NOT, why) if why else (_Fit.AS_IT_IS, "")
     own = Vocab(draft, ModelConfig(path=path))
     try:
-        vocab.with_draft(own.outline())
-    except ModelError as e:
-        return in_flags(e).partition(": ")[2]
+        found = vocab.beside(own.outline())
     finally:
         own.close()
-    return ""
+    return (_Fit.TRANSLATED, found) if isinstance(found, str) else (_Fit.AS_IT_IS, "")
