@@ -5,7 +5,8 @@
 // another order, with `use_ref` as well. So the products they would take are put in such that they decline:
 //   floats  they take a number of outputs that is a multiple of 4: the last output is computed apart
 //   IQ4_NL  they take two rows or more: each row is computed apart
-// Attention without flash attention is such products, of F16 keys and values. MUL_MAT_ID never uses these kernels.
+// Attention without flash attention is such products, of F16 keys and values. MUL_MAT_ID never uses these kernels. ARM has more
+// of them, for several types and by its features: there, each row of any product is computed apart.
 //
 // Our own products and attention give a row the same bits in any run by themselves (products.cpp, attention.cpp).
 #include <cstring>
@@ -21,6 +22,7 @@ enum class Cut { None, LastOutput, Rows };
 
 Cut cut_of(const ggml_tensor * node, bool fast) {
     if (node->op != GGML_OP_MUL_MAT || node->ne[1] < 2 || (fast && is_product(node))) return Cut::None;
+#ifdef __x86_64__
     const ggml_tensor * weight = node->src[0];
     switch (weight->type) {
         case GGML_TYPE_F32:
@@ -29,6 +31,9 @@ Cut cut_of(const ggml_tensor * node, bool fast) {
         case GGML_TYPE_IQ4_NL: return weight->extra ? Cut::None : Cut::Rows;  // repacked ones have kernels of their own
         default: return Cut::None;
     }
+#else
+    return Cut::Rows;
+#endif
 }
 
 // Whether ggml computes this, in an order that depends on the number of rows but for its reference kernels.

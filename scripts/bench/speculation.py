@@ -51,6 +51,7 @@ from scripts.bench.asleep import N_CTX, sleep_instead
 from scripts.bench.measuring import ITERATIVE, greedy, middle, pin_rank, run_ranks
 from scripts.models.make_pair import Shape, make_pair
 from scripts.models.quantize import quantize
+from scripts.models.renumber import renumbered
 
 N_PROMPT, N_STARTED = 128, 16
 MOST_DRAFT_ROWS = 16
@@ -306,6 +307,8 @@ def main() -> int:
         "--sampling", choices=SAMPLINGS, default="greedy", help="how the inflated pairs' tokens are drawn"
     )
     parser.add_argument("--draft-as", metavar="TYPE", help="draft with the bundled target, quantized to this type")
+    parser.add_argument("--draft", type=Path, metavar="FILE", help="draft with this model")
+    parser.add_argument("--renumbered", action="store_true", help="with the draft's tokens in another order")
     parser.add_argument("--never-right", action="store_true", help="make the draft of the inflated pairs always wrong")
     parser.add_argument("--guest", action="store_true", help="beside a process at nice 15 that computes all the time")
     parser.add_argument(
@@ -338,12 +341,17 @@ def main() -> int:
 
     def bench_inflated(pair: ModelPair, title: str, quotes: bool = False) -> None:
         title += f", {args.sampling}" + f", draft: target in {args.draft_as}" * bool(args.draft_as)
+        title += f", draft: {args.draft.name}" * bool(args.draft) + ", tokens renumbered" * args.renumbered
         title += ", never right" * args.never_right + ", beside a process at nice 15" * args.guest
         title += "" if args.streamed is None else f", {args.streamed:.0%} of the weights in memory"
         with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder, busy_guest(args.guest):
             draft = pair.draft
             if args.draft_as:
                 draft = quantize(BUNDLED_PAIR.target, Path(folder) / "target.gguf", args.draft_as)
+            if args.draft:
+                draft = args.draft
+            if args.renumbered:
+                draft = renumbered(draft, Path(folder) / "renumbered.gguf")
             if args.never_right:
                 draft = never_right(draft, Path(folder) / "draft.gguf")
             target = pair.target

@@ -17,7 +17,6 @@ from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.errors import ModelError
 from ggpipe.stats.activity import wasted_s
 
 pytestmark = pytest.mark.usefixtures("eager_drafts")

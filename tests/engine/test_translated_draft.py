@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from support.commands import TARGET
-from support.other_tokens import renumbered
 from support.pipeline import local_session
 from support.requests import asked
 from support.zoo import make
@@ -21,6 +20,7 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.engine.session import Session
 from ggpipe.stats.records import RequestStats
+from scripts.models.renumber import renumbered
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 PROMPT = "Once upon a time there was a poor miller who had a beautiful daughter. One day"
@@ -53,7 +53,9 @@ def config_of(draft: Path, n_target: int, n_draft: int) -> EngineConfig:
     )
 
 
-def written(session: Session, sampling: SamplingConfig, speculation: SpeculationConfig) -> tuple[list[int], RequestStats]:
+def written(
+    session: Session, sampling: SamplingConfig, speculation: SpeculationConfig
+) -> tuple[list[int], RequestStats]:
     stats = RequestStats()
     request = asked(session.vocab.tokenize(PROMPT), sampling, 100, speculation)
     return [token.id for token in session.stream(request, stats)], stats

@@ -1,5 +1,6 @@
 """Which of ggpipe's own kernels a CPU gets, and that those for AVX-VNNI give the bits of those for AVX2."""
 
+import platform
 import shutil
 import subprocess
 from importlib.util import find_spec
@@ -12,6 +13,8 @@ from support.weight_types import FewBits
 
 from ggpipe.llama import machine
 from ggpipe.llama.libllama import native
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="all of them are for x86-64")
 
 REPACKED = (Type.Q4_0, Type.Q4_K, Type.IQ4_NL, Type.MXFP4, Type.Q2_K)
 """Types that ggml repacks: all but the last one on any CPU with AVX2. Streamed weights remain as in the file."""

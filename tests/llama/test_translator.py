@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.chat_model import add_tokens
 from support.commands import TARGET
-from support.other_tokens import renumbered
 from support.zoo import make
 
 from ggpipe.config.model import ModelConfig
@@ -18,6 +17,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.tokenizer_file import tokenizer_of
 from ggpipe.llama.translator import TextTranslator
 from ggpipe.llama.vocab import Vocab
+from scripts.models.renumber import renumbered
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 TEXTS = (
@@ -36,9 +36,7 @@ def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Voc
     """Of a target with a further special token, and of a draft with other numbers and another one."""
     folder = tmp_path_factory.mktemp("vocabularies")
     target = add_tokens(TARGET, folder / "target.gguf", ("<|turn|>", "<|think|>"), like=5)
-    draft = add_tokens(
-        renumbered(DRAFT, folder / "draft.gguf"), folder / "more.gguf", ("<|think|>", "<|own|>"), like=5
-    )
+    draft = add_tokens(renumbered(DRAFT, folder / "draft.gguf"), folder / "more.gguf", ("<|think|>", "<|own|>"), like=5)
     with contextlib.closing(opened(target)) as own, contextlib.closing(opened(draft)) as other:
         yield own, other
 
@@ -64,7 +62,7 @@ def test_vocabularies_of_different_kinds(tmp_path: Path) -> None:
 
 
 def test_special_tokens(vocabularies: tuple[Vocab, Vocab]) -> None:
-    """Those of both have the same name. The target's others are read as their names; the draft's others mean nothing."""
+    """Those with the same name are the same. The target's others are read as their names, the draft's have no text."""
     own, other = vocabularies
     translator = TextTranslator(own, other)
     turn, think = own.special_tokens["<|turn|>"], own.special_tokens["<|think|>"]
@@ -116,5 +114,5 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "none.gguf"
     for data in (b"", b"GGUF", b"ABCD" + bytes(20), TARGET.read_bytes()[:100]):
         path.write_bytes(data)
-        with pytest.raises(ModelError, match="none.gguf"):
+        with pytest.raises(ModelError, match=r"none\.gguf"):
             tokenizer_of(path)

@@ -18,15 +18,17 @@ The target may accept a part of the draft model's token. Then the draft model is
 and continues to draft after tokens that may be right. If none is, it reads the text in other tokens. Tokens that it has
 read are not taken back, so they may differ from the tokens of the whole text.
 
-Draws are not foreseen (`foresight`), and draft tokens of other drafters are not continued.
+Draws are foreseen (`foresight`) where candidates are sorted by their probabilities, as if each token of the draft model
+took one random number. Penalties are not known, and draft tokens of other drafters are not continued.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec import structs
 
@@ -112,6 +114,15 @@ class _DraftNode:
     children: dict[int, _DraftNode] = field(default_factory=dict)
 
 
+class _Way(NamedTuple):
+    """Draft tokens of the draft model that have the accepted text."""
+
+    tokens: tuple[int, ...]
+    probability: float
+    rest: bytes = b""
+    """The end of the text, with which its next token begins."""
+
+
 class TranslatedText:
     """One request's text in both vocabularies, and the draft tokens after it."""
 
@@ -141,7 +152,7 @@ class TranslatedText:
     def n_draft(self, n_target: int) -> int:
         """About how many tokens of the draft model take the place of that many of the target's."""
         ratio = self._n_draft / max(self._n_target, 1)
-        return math.ceil(n_target * min(max(ratio, 1 / _MOST_PER_TOKEN), _MOST_PER_TOKEN))
+        return math.ceil(n_target * min(max(ratio, 1.0), _MOST_PER_TOKEN))
 
     def accept(self, tokens: Iterable[int]) -> tuple[int, ...]:
         """The target accepted tokens. Returns what the draft model is to be told of them, in its tokens."""
@@ -163,26 +174,36 @@ class TranslatedText:
 
     def _follow(self, text: bytes) -> tuple[list[int], bytes]:
         """Move the draft model's root along a text. Returns its tokens, and the end of the text that has none yet."""
-        told: list[int] = []
-        while text:
-            children = self._draft_root.children.values()
-            longer = sum(
-                child.probability for child in children if len(child.text) > len(text) and child.text.startswith(text)
-            )
-            fits = [child for child in children if child.text and text.startswith(child.text)]
-            best = max(fits, key=lambda child: len(child.text), default=None)
-            if longer > (best.probability if best is not None else 0.0):
-                return told, text
-            if best is None:
-                break
-            told.append(best.token)
-            text = text[len(best.text) :]
-            self._draft_root = best
+        ways = sorted(self._ways(self._draft_root, text), key=lambda way: way.probability, reverse=True)
+        to_end = next((way for way in ways if not way.rest), None)
+        beyond = [way for way in ways if way.rest]
+        if beyond and sum(way.probability for way in beyond) > (to_end.probability if to_end is not None else 0.0):
+            return self._tell(beyond[0].tokens), beyond[0].rest
+        if to_end is not None:
+            return self._tell(to_end.tokens), b""
         whole = text[: _n_whole(text)]
-        for token in self._translator.draft_tokens(whole) if whole else ():
-            told.append(token)
-            self._draft_root = _DraftNode(token, b"")
-        return told, text[len(whole) :]
+        return self._tell(self._translator.draft_tokens(whole) if whole else ()), text[len(whole) :]
+
+    def _ways(
+        self, node: _DraftNode, text: bytes, tokens: tuple[int, ...] = (), probability: float = 1.0
+    ) -> Iterator[_Way]:
+        """Along which draft tokens of the draft model a text may go on below a node."""
+        for child in node.children.values() if text else ():
+            share = probability * child.probability
+            if child.text and text.startswith(child.text):
+                rest, way = text[len(child.text) :], (*tokens, child.token)
+                if not rest:
+                    yield _Way(way, share)
+                yield from self._ways(child, rest, way, share)
+            elif child.text.startswith(text):
+                yield _Way(tokens, share, text)
+
+    def _tell(self, tokens: Iterable[int]) -> list[int]:
+        """Move the draft model's root along its tokens."""
+        told = list(tokens)
+        for token in told:
+            self._draft_root = self._draft_root.children.get(token) or _DraftNode(token, b"")
+        return told
 
     def _place_again(self) -> None:
         """The roots moved: find out where the draft tokens that are left end now."""
@@ -332,14 +353,18 @@ class TranslatedModel:
 
     def _begin(self, begin: BeginDrafting) -> BeginDrafting:
         text = self._texts[begin.request] = TranslatedText(self._translator, begin)
+        speculation = begin.speculation
+        if speculation.n_draft is not None:
+            speculation = dataclasses.replace(speculation, n_draft=max(text.n_draft(speculation.n_draft), 1))
         return structs.replace(
             begin,
+            speculation=speculation,
             prompt=text.prompt,
             n_left=2 * text.n_draft(begin.n_left),
             look_ahead=text.n_draft(begin.look_ahead),
             ends=self._translator.draft_ends,
             banned=self._translator.draft_banned(begin.banned),
-            drawing=None,
+            drawing=begin.drawing if begin.drawing is not None and begin.drawing.is_sorted else None,
             adjustments=None,
         )
 

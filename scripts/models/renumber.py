@@ -1,4 +1,4 @@
-"""Models whose tokens have other numbers: the same model with another vocabulary."""
+"""A model whose tokens have other numbers: the same model with another vocabulary."""
 
 from __future__ import annotations
 
