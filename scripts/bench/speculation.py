@@ -341,7 +341,8 @@ def main() -> int:
 
     def bench_inflated(pair: ModelPair, title: str, quotes: bool = False) -> None:
         title += f", {args.sampling}" + f", draft: target in {args.draft_as}" * bool(args.draft_as)
-        title += f", draft: {args.draft.name}" * bool(args.draft) + ", tokens renumbered" * args.renumbered
+        title += f", draft: {args.draft.name}" if args.draft else ""
+        title += ", tokens renumbered" * args.renumbered
         title += ", never right" * args.never_right + ", beside a process at nice 15" * args.guest
         title += "" if args.streamed is None else f", {args.streamed:.0%} of the weights in memory"
         with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder, busy_guest(args.guest):
