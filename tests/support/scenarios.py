@@ -22,8 +22,9 @@ from support.fake_model import END, FakeModel, Tokens, chance
 from support.fake_pipeline import NO_FILES, Dropping, Restored
 from support.heads import Head
 from support.requests import ADJUSTED, DRAWN, changed, core_request
+from support.translated_draft import TranslatedDraft
 
-Kind = Literal["model", "adversary", "echo", "silent", "ngram", "grammar"]
+Kind = Literal["model", "translated", "adversary", "echo", "silent", "ngram", "grammar"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class Scenario:
         if kind == "grammar":
             return TextDraft(number, self._forced)
         draft_model = FakeDraftModel(self.model, agreement)
+        if kind == "translated":
+            return TranslatedDraft(self.draft_limits, self.n_draft_stages, draft_model, number)
         restored = self.draft_restored
         return RealDraft(self.draft_limits, self.n_draft_stages, draft_model, restored, number, self.window)
 

@@ -13,13 +13,15 @@ class Words:
 
     def __init__(self, words: Sequence[bytes]) -> None:
         self.words = tuple(words)
+        self._places = {word: token for token, word in enumerate(words)}
+        self._sizes = sorted({len(word) for word in words}, reverse=True)
 
     def tokens(self, text: bytes) -> tuple[int, ...]:
         found: list[int] = []
         while text:
-            best = max((word for word in self.words if text.startswith(word)), key=len)
-            found.append(self.words.index(best))
-            text = text[len(best) :]
+            size = next(size for size in self._sizes if text[:size] in self._places and size <= len(text))
+            found.append(self._places[text[:size]])
+            text = text[size:]
         return tuple(found)
 
     def text(self, tokens: Iterable[int]) -> bytes:
@@ -29,10 +31,8 @@ class Words:
 class WordTranslator:
     """A `Translator` between two of these."""
 
-    draft_ends = frozenset[int]()
-
-    def __init__(self, target: Words, draft: Words) -> None:
-        self.target, self.draft = target, draft
+    def __init__(self, target: Words, draft: Words, draft_ends: frozenset[int] = frozenset()) -> None:
+        self.target, self.draft, self.draft_ends = target, draft, draft_ends
 
     def target_text(self, token: int) -> bytes:
         return self.target.words[token]
