@@ -17,9 +17,10 @@ _MOST_CACHED = 1 << 16
 
 
 class TextTranslator:
-    """`core.drafters.translated.Translator` for two vocabularies. Special tokens are the same where their names are.
+    """Translates between two vocabularies, as `core.drafters.translated_text.Translator`.
 
-    Where the draft model lacks one, as in prompts of a chat template, it reads its name."""
+    Special tokens are the same where their names are. Where the draft model lacks one, as in prompts of a chat
+    template, it reads its name."""
 
     def __init__(self, target: Vocab, draft: Vocab) -> None:
         """Both stay open as long as this is used."""
