@@ -57,7 +57,8 @@ class Session:
         """The target accepts tokens. Returns which of them were among the draft tokens."""
         known = [self.head.accept(token) for token in tokens]
         self.output += self.target.text(tokens)
-        self._handle(Accepted(1, self.head.epoch, tokens, 8))
+        self._handle(Accepted(1, self.head.epoch, tokens, 8, n_drawn=self.head.epoch + 7))
+        assert self.model.n_drawn == self.head.epoch + 7
         told = self.draft.text(self.model.told)
         assert self.output.startswith(told)
         return known

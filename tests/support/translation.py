@@ -61,6 +61,7 @@ class FakeDraftModel:
     def __init__(self) -> None:
         self.begin: BeginDrafting | None = None
         self.told: list[int] = []
+        self.n_drawn = 0
         self.answers: list[MicroBatch] = []
         """What the next event is answered with."""
         self.children: dict[int, dict[int, int]] = {ROOT: {}}
@@ -71,7 +72,8 @@ class FakeDraftModel:
         match event:
             case BeginDrafting():
                 self.begin = event
-            case Accepted(_, epoch, tokens):
+            case Accepted(_, epoch, tokens, n_drawn=n_drawn):
+                self.n_drawn = n_drawn
                 for token in tokens:
                     self.told.append(token)
                     number = self.children[ROOT].get(token)

@@ -10,8 +10,8 @@ and its draft tokens become those that the target would write:
                            └ a token of both
 
 `translated_text` says how. Draws are foreseen (`foresight`) where candidates are sorted by their probabilities, as if
-each token of the draft model took one random number. Penalties are not known, and draft tokens of other drafters are
-not continued.
+each draft token of the draft model took one random number. Penalties are not known, and draft tokens of other drafters
+are not continued.
 """
 
 from __future__ import annotations
@@ -81,13 +81,8 @@ class TranslatedModel:
         tokens = text.accept(accepted.tokens)
         assert text.epoch == accepted.epoch
         self._send(accepted.request, text, False, actions)
-        return structs.replace(
-            accepted,
-            tokens=tokens,
-            epoch=text.n_told,
-            look_ahead=text.n_draft(accepted.look_ahead),
-            n_drawn=text.n_told,
-        )
+        look_ahead = text.n_draft(accepted.look_ahead)
+        return structs.replace(accepted, tokens=tokens, epoch=text.n_told, look_ahead=look_ahead, rows=())
 
     def _draft(self, micro_batch: MicroBatch, actions: list[DraftAction]) -> None:
         text = self._texts.get(micro_batch.request)
