@@ -82,7 +82,7 @@ def together(layers: Iterable[Attention]) -> tuple[Attention, ...]:
     """The attention of all these layers; equal ones are added up."""
     counts: dict[Attention, int] = {}
     for attention in layers:
-        if attention.cell or attention.index:
+        if attention.cell or attention.index or (attention.near_cell and attention.n_near):
             counts[attention] = counts.get(attention, 0) + 1
     return tuple(attention.times(n) for attention, n in counts.items())
 

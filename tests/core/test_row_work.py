@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ggpipe.core.row_work import LONG_CELLS, LONG_ROWS, Attention, RowWork, together
@@ -54,6 +54,7 @@ def test_latent_vectors_are_expanded_once_for_all_rows() -> None:
     assert latent.of_run(LONG_ROWS, 10) == short.of_run(LONG_ROWS, 10)
 
 
+@example([Attention(cell=0, near_cell=1, n_near=1)], 1, 0)
 @given(st.lists(ATTENTION, max_size=6), st.integers(1, 600), st.integers(0, 2000))
 def test_layers_are_added_up(layers: list[Attention], n_rows: int, n_past: int) -> None:
     total = sum(part.of_run(n_rows, n_past) for part in together([*layers, *layers]))
