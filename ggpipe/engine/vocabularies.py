@@ -20,13 +20,13 @@ from ggpipe.llama.vocab import Vocab
 def compare(
     vocab: Vocab, model_file: ModelFile, outline: VocabOutline, kind: str, file: str, warnings: list[Wording]
 ) -> tuple[Vocabularies | None, bytes]:
-    """The target's vocabulary beside that of a drafter of this kind. If a draft model has other tokens: None, and the
+    """The target's vocabulary and that of a drafter of this kind. If a draft model has other tokens: None, and the
     target's tokenizer for it.
 
     `file`: of the draft, where messages are to tell several apart; else empty. Raises ModelError for a draft head with
     other tokens.
     """
-    found = vocab.beside(outline)
+    found = vocab.compared_with(outline)
     if isinstance(found, Vocabularies) or registry.reads_states(kind):
         return vocab.with_draft(outline, file), b""
     name = f" {file}" if file else ""

@@ -237,7 +237,7 @@ class Vocab:
 
         Raises ModelError where they do not name the same tokens.
         """
-        found = self.beside(outline)
+        found = self.compared_with(outline)
         if isinstance(found, Vocabularies):
             return found
         name = f" {file}" if file else ""
@@ -248,8 +248,8 @@ class Vocab:
             f": {found}; use a draft model of the same family",
         )
 
-    def beside(self, outline: VocabOutline) -> Vocabularies | str:
-        """This target's vocabulary beside a draft's, or why they do not name the same tokens."""
+    def compared_with(self, outline: VocabOutline) -> Vocabularies | str:
+        """This target's vocabulary and a draft's, or why they do not name the same tokens."""
         own = self.outline()
         n_own, n_other = len(own.checksums), len(outline.checksums)
         if own.kind != outline.kind:

@@ -55,7 +55,7 @@ def _fit(target: ModelFile, vocab: Vocab, draft: ModelFile, path: Path) -> tuple
         return (_Fit.NOT, why) if why else (_Fit.AS_IT_IS, "")
     own = Vocab(draft, ModelConfig(path=path))
     try:
-        found = vocab.beside(own.outline())
+        found = vocab.compared_with(own.outline())
     finally:
         own.close()
     return (_Fit.TRANSLATED, found) if isinstance(found, str) else (_Fit.AS_IT_IS, "")

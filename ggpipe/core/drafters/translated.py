@@ -33,7 +33,7 @@ class TranslatedModel:
         self._model = model
         self._drafter = drafter
         self._translator = translator
-        self._texts: dict[int, TranslatedText] = {}
+        self._requests: dict[int, TranslatedText] = {}
 
     @property
     def wake_at(self) -> float | None:
@@ -46,10 +46,10 @@ class TranslatedModel:
         match event:
             case BeginDrafting():
                 event = self._begin(event)
-            case Accepted() if event.request in self._texts:
+            case Accepted() if event.request in self._requests:
                 event = self._accepted(event, actions)
             case EndDrafting(request):
-                self._texts.pop(request, None)
+                self._requests.pop(request, None)
             case Shared():
                 return []
         for action in self._model.handle(event, now):
@@ -60,7 +60,7 @@ class TranslatedModel:
         return actions
 
     def _begin(self, begin: BeginDrafting) -> BeginDrafting:
-        text = self._texts[begin.request] = TranslatedText(self._translator, begin)
+        text = self._requests[begin.request] = TranslatedText(self._translator, begin)
         speculation = begin.speculation
         if speculation.n_draft is not None:
             speculation = dataclasses.replace(speculation, n_draft=max(text.n_draft(speculation.n_draft), 1))
@@ -77,7 +77,7 @@ class TranslatedModel:
         )
 
     def _accepted(self, accepted: Accepted, actions: list[DraftAction]) -> Accepted:
-        text = self._texts[accepted.request]
+        text = self._requests[accepted.request]
         tokens = text.accept(accepted.tokens)
         assert text.epoch == accepted.epoch
         self._send(accepted.request, text, False, actions)
@@ -85,7 +85,7 @@ class TranslatedModel:
         return structs.replace(accepted, tokens=tokens, epoch=text.n_told, look_ahead=look_ahead, rows=())
 
     def _draft(self, micro_batch: MicroBatch, actions: list[DraftAction]) -> None:
-        text = self._texts.get(micro_batch.request)
+        text = self._requests.get(micro_batch.request)
         if text is None:
             return
         text.add(micro_batch.expansions, micro_batch.epoch == text.n_told)
@@ -101,5 +101,5 @@ class TranslatedModel:
 
     def validate(self) -> None:
         """Check what must hold between events. Raises AssertionError."""
-        for text in self._texts.values():
+        for text in self._requests.values():
             text.validate()
