@@ -27,7 +27,9 @@ def compare(
     other tokens.
     """
     found = vocab.compared_with(outline)
-    if isinstance(found, Vocabularies) or registry.reads_states(kind):
+    if isinstance(found, Vocabularies):
+        return found, b""
+    if registry.reads_states(kind):
         return vocab.with_draft(outline, file), b""
     name = f" {file}" if file else ""
     warnings.append(

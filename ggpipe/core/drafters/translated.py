@@ -5,9 +5,9 @@ and its draft tokens become those that the target would write:
 
     target's tokens   | The| cat| translat|ed|
     draft's tokens    | The| cat| trans|lated|
-                           ▲          ▲
-                           │          └ the target may write another token here, as the draft's next one shows
-                           └ a token of both
+                              ▲    ▲
+                              │    └ the target writes a longer token, as the draft's next one shows
+                              └ a token of both
 
 `translated_text` says how. Draws are foreseen (`foresight`) where candidates are sorted by their probabilities, as if
 each draft token of the draft model took one random number. Penalties are not known, and draft tokens of other drafters

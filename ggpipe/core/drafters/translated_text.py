@@ -134,7 +134,7 @@ class TranslatedText:
     # The text
 
     def n_draft(self, n_target: int) -> int:
-        """About how many tokens of the draft model take the place of that many of the target's."""
+        """About how many tokens of the draft model have the text of that many of the target's; at least as many."""
         ratio = self._n_draft / max(self._n_target, 1)
         return math.ceil(n_target * min(max(ratio, 1.0), _MOST_PER_TOKEN))
 
