@@ -130,6 +130,27 @@ def test_half_a_character_waits_for_the_rest() -> None:
     assert session.head.paths == {(5,)}
 
 
+def test_half_a_character_is_read_with_the_rest() -> None:
+    session = Session(Words(LETTERS), Words((*LETTERS, "é".encode())))
+    session.accept(3)
+    assert session.model.told == []
+    session.accept(4)
+    assert session.model.told == [5]
+
+
+def test_what_follows_a_shorter_token_is_drafted_while_a_longer_one_may_be_right() -> None:
+    session = Session(Words(ENGLISH[:5]), Words(ENGLISH))
+    session.write(b" abba")
+    begun, rest = session.draft.tokens(b" a")[0], session.draft.tokens(b"ba")[0]
+    session.model.draft((), begun, 0.1)
+    session.send()
+    session.accept(*session.tokens(b" ab"))
+    assert session.model.told == []
+    session.model.draft((begun,), rest, 0.9)
+    session.send()
+    assert session.head.paths == {session.tokens(b"b"), session.tokens(b"ba"), session.tokens(b"a")}
+
+
 def test_look_ahead_counts_the_draft_models_tokens() -> None:
     session = Session(Words(ENGLISH), Words(ENGLISH[:5]), prompt=b" abba abba abba", look_ahead=10)
     assert session.model.begin is not None
